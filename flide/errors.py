@@ -1,0 +1,32 @@
+"""The errors users meet. All are ``ValueError``: bad input, not a bug in Flide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FlideError(ValueError):
+    """Base class of every error Flide raises for bad input."""
+
+
+class CheckpointError(FlideError):
+    """A model directory that cannot be loaded: bad config, missing, unexpected or wrongly shaped tensors."""
+
+
+class RequestError(FlideError):
+    """A request that cannot be answered.
+
+    Attributes:
+        errors: the wire's ``detail`` list; each entry is ``{"loc": ["body", ...], "msg": str, "type": str}`` and never
+            repeats the offending input.
+        index: position of the request in the list given to ``Engine.decide``, or None outside of it.
+    """
+
+    def __init__(self, errors: list[dict[str, Any]], *, index: int | None = None) -> None:
+        self.errors = errors
+        self.index = index
+        super().__init__(errors, index)
+
+    def __str__(self) -> str:
+        where = "" if self.index is None else f"request {self.index}: "
+        return where + "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in self.errors)
