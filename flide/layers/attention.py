@@ -1,0 +1,155 @@
+"""Attention mixers over a forked stream.
+
+Shapes: T stream rows, Q query rows, D hidden size, N query heads, M key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flide.layers.rotary import RotaryTables, apply_rotary
+from flide.ops.fork_attention import fork_attention, fork_attention_paged
+from flide.runtime.metadata import PAGE_SIZE, ForkMetadata
+
+
+class ForkAttention(nn.Module):
+    """Grouped-query attention in which every branch sees its own trunk and nothing of its siblings.
+
+    Subclasses change projections, norms and gates; visibility stays in :meth:`attend`.
+
+    Args:
+        hidden_size: D.
+        num_heads, num_kv_heads: N and M; M divides N.
+        head_dim: H.
+        scale: factor of the scores; None for ``H ** -0.5``.
+        window: keys a query sees, itself included; 0 for all.
+
+    Attributes:
+        q_norm, k_norm: applied per head before rotation; identity unless a subclass sets them.
+        kv_pool: ``[pages, 2, M, PAGE_SIZE, H]`` when pools were allocated, else None and trunks are read from the
+            stream.
+    """
+
+    kv_pool: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim, self.window = num_heads, num_kv_heads, head_dim, window
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        self.register_buffer("kv_pool", None, persistent=False)
+
+    def forward(
+        self,
+        hidden_states_TD: Tensor,
+        rotary: RotaryTables | None,
+        meta: ForkMetadata,
+        query_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Mixed rows ``[Q, D]``: all stream rows, or only those named by ``query_rows`` ([Q] int32)."""
+        query_QNH = self.q_proj(select_rows(hidden_states_TD, query_rows)).unflatten(-1, (-1, self.head_dim))
+        key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
+        return self.o_proj(self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows).flatten(1))
+
+    def project_key_value(self, hidden_states_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[T, M, H]``, before norm and rotation."""
+        key, value = self.k_proj(hidden_states_TD), self.v_proj(hidden_states_TD)
+        return key.unflatten(-1, (-1, self.head_dim)), value.unflatten(-1, (-1, self.head_dim))
+
+    def attend(
+        self,
+        query_QNH: Tensor,
+        key_TMH: Tensor,
+        value_TMH: Tensor,
+        rotary: RotaryTables | None,
+        meta: ForkMetadata,
+        query_rows: Tensor | None,
+    ) -> Tensor:
+        """Norm, rotation and fork attention: ``[Q, N, H]``."""
+        query_QNH, key_TMH = self.q_norm(query_QNH), self.k_norm(key_TMH)
+        if rotary is not None:
+            query_QNH = apply_rotary(query_QNH, rotary.select(query_rows))
+            key_TMH = apply_rotary(key_TMH, rotary)
+        if self.kv_pool is None:
+            return fork_attention(
+                query_QNH,
+                key_TMH,
+                value_TMH,
+                segment_offsets=meta.segment_offsets,
+                segment_parents=meta.segment_parents,
+                scale=self.scale,
+                window=self.window,
+                query_rows=query_rows,
+            )
+        return fork_attention_paged(
+            query_QNH,
+            key_TMH,
+            value_TMH,
+            kv_pool=self.kv_pool,
+            segment_offsets=meta.segment_offsets,
+            segment_parents=meta.segment_parents,
+            segment_starts=meta.segment_starts,
+            segment_pages=meta.segment_pages,
+            page_table=meta.page_table,
+            scale=self.scale,
+            window=self.window,
+            query_rows=query_rows,
+        )
+
+    def allocate_pools(self, *, pages: int, slots: int) -> None:
+        """Give the layer a KV pool of ``pages`` pages, in the dtype and on the device of its weights."""
+        self.kv_pool = self.k_proj.weight.new_zeros(pages, 2, self.num_kv_heads, PAGE_SIZE, self.head_dim)
+
+
+class GatedForkAttention(ForkAttention):
+    """Differences from ForkAttention:
+
+    * ``q_proj`` emits, per head, the query and a gate of the same size;
+    * the attention output is multiplied by ``sigmoid(gate)`` before ``o_proj``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, scale=scale, window=window)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim * 2, bias=False)
+
+    def forward(
+        self,
+        hidden_states_TD: Tensor,
+        rotary: RotaryTables | None,
+        meta: ForkMetadata,
+        query_rows: Tensor | None = None,
+    ) -> Tensor:
+        query_gate = self.q_proj(select_rows(hidden_states_TD, query_rows)).unflatten(-1, (-1, 2 * self.head_dim))
+        query_QNH, gate_QNH = query_gate.chunk(2, -1)
+        key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
+        o_QNH = self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows) * torch.sigmoid(gate_QNH)
+        return self.o_proj(o_QNH.flatten(1))
+
+
+def select_rows(x_T: Tensor, rows: Tensor | None) -> Tensor:
+    """Some rows of ``x`` (``rows``: int32 indices), or all of them for None."""
+    return x_T if rows is None else x_T.index_select(0, rows)

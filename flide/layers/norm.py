@@ -1,0 +1,73 @@
+"""Root-mean-square norms. Shapes: leading dims free, D normalised dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class KeepFloat32(nn.Module):
+    """A module some of whose tensors stay float32 under ``.to(dtype)``, ``.half()`` and ``.bfloat16()``.
+
+    Attributes:
+        float32_names: names of those direct parameters and buffers.
+    """
+
+    float32_names: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        kept = {id(getattr(self, name)) for name in self.float32_names}
+
+        def cast_others(x: Tensor) -> Tensor:
+            y = fn(x)
+            return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
+
+        return super()._apply(cast_others, recurse)
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * (offset + weight)`` in float32, cast to the input's dtype at the end.
+
+    Args:
+        size: D.
+        eps: added to the mean square, inside the root.
+        offset: 1 for families that store zero-centred weights (Qwen3.5), 0 for plain ones.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * (self.offset + self.weight.float())).to(x.dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+
+class GatedRMSNorm(KeepFloat32):
+    """``x / rms(x) * weight * silu(gate)`` in float32: the output norm of a Gated DeltaNet head.
+
+    The weight stays float32, as published checkpoints store it.
+    """
+
+    float32_names = ("weight",)
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float() * F.silu(gate.float())).to(x.dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)

@@ -1,0 +1,69 @@
+"""Picking a model family by what its config.json says; outside packages add theirs with :func:`register`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from flide.errors import CheckpointError
+from flide.models.config import read_config
+from flide.models.decision import ForDecision
+from flide.models.weights import resolve_directory
+
+_FAMILIES: dict[str, type[ForDecision]] = {}
+_Model = TypeVar("_Model", bound=type[ForDecision])
+
+
+def register(*names: str) -> Callable[[_Model], _Model]:
+    """Class decorator: serve checkpoints whose ``architectures`` or ``model_type`` is one of ``names``.
+
+    Raises:
+        ValueError: a name already belongs to another class.
+    """
+
+    def add(cls: _Model) -> _Model:
+        for name in names:
+            taken = _FAMILIES.get(name)
+            if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ValueError(f"{name} is already registered by {taken.__module__}.{taken.__qualname__}")
+        _FAMILIES.update(dict.fromkeys(names, cls))
+        return cls
+
+    return add
+
+
+def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
+    """The registered class for a config.json.
+
+    Raises:
+        CheckpointError: none is registered; names what was asked for and what there is.
+    """
+    architectures = config.get("architectures") or []
+    names = [*architectures, config.get("model_type")] if isinstance(architectures, list) else []
+    for name in names:
+        if isinstance(name, str) and name in _FAMILIES:
+            return _FAMILIES[name]
+    asked = ", ".join(str(name)[:80] for name in names if name) or "none"
+    raise CheckpointError(f"no model family for architecture {asked}; supported: {', '.join(sorted(_FAMILIES))}")
+
+
+class AutoModelForDecision:
+    """Loads a checkpoint with the family its config.json names."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> ForDecision:
+        """See :meth:`ForDecision.from_pretrained`."""
+        directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
+        return family_of(read_config(directory)).from_pretrained(directory, dtype=dtype, device=device)

@@ -1,0 +1,101 @@
+"""Reading config.json: plain JSON in, checked numbers out, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flide.errors import CheckpointError
+
+MAX_CONFIG_BYTES = 16 << 20
+# Far above any published model; a config beyond these is damaged or hostile.
+LIMITS = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 19,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "linear_num_key_heads": 1024,
+    "linear_num_value_heads": 1024,
+    "linear_key_head_dim": 4096,
+    "linear_value_head_dim": 4096,
+    "linear_conv_kernel_dim": 64,
+    "max_position_embeddings": 1 << 31,
+}
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a model directory.
+
+    Raises:
+        CheckpointError: it is missing, too large, not JSON or not an object.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no config.json: it is not a model directory")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} does not hold an object")
+    return config
+
+
+class ConfigReader:
+    """Typed, bounded access to the fields of a config object.
+
+    Args:
+        fields: the (text part of the) config.
+        name: how errors call it.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], name: str) -> None:
+        self.fields, self.name = fields, name
+
+    def size(self, key: str) -> int:
+        """A positive integer no larger than its entry in ``LIMITS``."""
+        value = self.fields.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LIMITS[key]:
+            raise CheckpointError(f"{self.name}: {key} must be an integer from 1 to {LIMITS[key]}, got {_show(value)}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, fields: Mapping[str, Any] | None = None) -> float:
+        """A positive finite number."""
+        value = (self.fields if fields is None else fields).get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise CheckpointError(f"{self.name}: {key} must be a positive number, got {_show(value)}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.fields.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.name}: {key} must be true or false, got {_show(value)}")
+        return value
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        value = self.fields.get(key)
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.name}: {key} must be an object, got {_show(value)}")
+        return value
+
+    def only(self, key: str, supported: Any) -> None:
+        """Refuse by name a feature whose value is neither absent nor the supported one."""
+        value = self.fields.get(key, supported)
+        if value != supported:
+            raise CheckpointError(f"{self.name}: {key}={_show(value)} is not supported (only {supported!r})")
+
+    def divides(self, small: str, large: str) -> None:
+        if self.size(large) % self.size(small):
+            raise CheckpointError(f"{self.name}: {small} must divide {large}")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,222 @@
+"""What every decision model shares: loading, saving, and reading options out of hidden rows.
+
+Shapes: N readout rows, D hidden size, O options, L label rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from flide.errors import CheckpointError
+from flide.layers.norm import KeepFloat32
+from flide.models.config import read_config
+from flide.models.weights import list_tensors, match_tensors, resolve_directory, save_checkpoint, stream_weights
+from flide.runtime.metadata import ForkMetadata
+
+
+class DecisionConfig(Protocol):
+    """What a family's frozen config provides."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+    @classmethod
+    def from_hf(cls, config: Any) -> Self:
+        """From transformers' config (object or its dict). Raises CheckpointError by the name of a wrong field."""
+
+    def to_hf(self) -> dict[str, Any]:
+        """As transformers' config.json of the text model."""
+
+
+class ForDecision(nn.Module):
+    """Base of tree-aware models: ``forward(tokens, meta)`` returns the final hidden states of the readout rows.
+
+    A family sets ``config_class``, builds its modules in ``__init__(config)`` under the checkpoint's own parameter
+    names, writes its layer loop in ``forward``, and says which stored keys it renames or leaves out.
+
+    Attributes:
+        renames: (pattern, replacement) from stored keys to parameter names.
+        ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
+        lm_head: ``[vocab, D]`` projection whose rows score option labels.
+        final_logit_softcapping: cap c of ``c * tanh(logit / c)``, applied before the option softmax; None for none.
+    """
+
+    config_class: ClassVar[type[DecisionConfig]]
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
+    config: DecisionConfig
+    lm_head: nn.Linear
+    final_logit_softcapping: float | None = None
+
+    def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
+        """Final hidden states ``[N, D]`` of ``meta.readout_rows``.
+
+        Args:
+            tokens_T: ``[T]`` int token ids in stream order.
+            meta: the stream's structure, on the same device.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_config(cls, config: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Self:
+        """A randomly initialised model.
+
+        Args:
+            config: the family's config, or transformers' (object or dict).
+            dtype: of the weights (float32-only parameters excepted); None for bfloat16 on CUDA, float32 elsewhere.
+        """
+        model = cls._on_meta(config)
+        _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
+        model.reset_parameters()
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Load a checkpoint in transformers' format, in eval mode.
+
+        Args:
+            path: model directory, or a Hub id resolved by ``huggingface_hub``.
+            revision, cache_dir, local_files_only: passed to the Hub.
+            dtype: of the weights; None for bfloat16 on CUDA, float32 elsewhere. Parameters that must stay float32 do.
+
+        Raises:
+            CheckpointError: bad config, or tensors that do not fit it; nothing is allocated before both were checked.
+        """
+        directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
+        model = cls._on_meta(read_config(directory))
+        matched = match_tensors(
+            model.checkpoint_tensors(),
+            list_tensors(directory),
+            renames=cls.renames,
+            ignored=(*cls.ignored, *(("lm_head\\.",) if model.config.tie_word_embeddings else ())),
+        )
+        _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
+        stream_weights(model.checkpoint_tensors(), matched)
+        return model.eval()
+
+    def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write config.json and safetensors that transformers loads with the same logits. The tokenizer is not ours."""
+        dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
+        config = {**self.config.to_hf(), "dtype": dtype}
+        save_checkpoint(self.checkpoint_tensors(), config, Path(directory), max_shard_size=max_shard_size)
+
+    def option_probabilities(self, hidden_states_ND: Tensor, option_ids: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Probability of each option label as the next token, among the options given.
+
+        Args:
+            hidden_states_ND: ``[N, D]`` output of forward.
+            option_ids: ``[N, O]`` token ids, or one list per row; -1 (or a shorter list) for unused places.
+
+        Returns:
+            ``[N, O]`` float32; rows sum to 1, unused places are 0.
+        """
+        if not isinstance(option_ids, Tensor):
+            width = max(len(row) for row in option_ids)
+            option_ids = torch.tensor([[*row, *[-1] * (width - len(row))] for row in option_ids])
+        option_ids = option_ids.to(hidden_states_ND.device)
+        rows_NOD = self.lm_head.weight[option_ids.clamp(min=0)]
+        logits_NO = torch.einsum("nd,nod->no", hidden_states_ND.float(), rows_NOD.float())
+        return self.softcap(logits_NO).masked_fill(option_ids < 0, float("-inf")).softmax(-1)
+
+    def label_rows(self, label_ids: Sequence[int]) -> Tensor:
+        """``[L, D]`` float32 rows of ``lm_head``, gathered once so that readout never touches the vocabulary."""
+        ids = torch.tensor(label_ids, dtype=torch.long, device=self.lm_head.weight.device)
+        return self.lm_head.weight.detach()[ids].float()
+
+    def label_logits(self, hidden_states_ND: Tensor, label_rows_LD: Tensor) -> Tensor:
+        """``[N, L]`` float32 logits of every label in every readout row."""
+        return self.softcap(hidden_states_ND.float() @ label_rows_LD.T)
+
+    def softcap(self, logits: Tensor) -> Tensor:
+        cap = self.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def allocate_pools(self, *, pages: int, slots: int) -> None:
+        """Give every mixer its checkpoint pools: ``pages`` KV pages and ``slots`` recurrent states (slot 0 is zero)."""
+        for module in self.modules():
+            allocate = getattr(module, "allocate_pools", None)
+            if allocate is not None and module is not self:
+                allocate(pages=pages, slots=slots)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers under the checkpoint's names; a tied head is left out."""
+        tensors: dict[str, Tensor] = dict(self.state_dict(keep_vars=True))
+        if self.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        return tensors
+
+    def reset_parameters(self) -> None:
+        """Initialise in place: each layer its own way, matrices normal with standard deviation 0.02."""
+        for module in self.modules():
+            if module is self:
+                continue
+            if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d):
+                nn.init.normal_(module.weight, std=0.02)
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+    @classmethod
+    def _on_meta(cls, config: Any) -> Self:
+        config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
+        with torch.device("meta"):
+            return cls(config)
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """bfloat16 on CUDA, float32 elsewhere."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
+def config_fields(config: Any, *, text_key: str = "text_config") -> dict[str, Any]:
+    """The text part of a transformers config given as an object or a dict.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    fields = config if isinstance(config, dict) else getattr(config, "to_dict", dict)()
+    if not isinstance(fields, dict) or not fields:
+        raise CheckpointError(f"not a transformers config: {type(config).__name__}")
+    if fields.get("quantization_config"):
+        raise CheckpointError("quantized checkpoints are not supported (config.json has a quantization_config)")
+    text = fields.get(text_key, fields)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{text_key} must be an object")
+    # Multimodal files keep the tie at the top level.
+    return {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **text}
+
+
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace meta parameters by empty ones (ties stay ties) and move the computed buffers."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        keep = module.float32_names if isinstance(module, KeepFloat32) else ()
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                own = torch.float32 if name in keep else dtype
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=own, device=device))
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)

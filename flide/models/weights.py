@@ -1,0 +1,229 @@
+"""Safetensors in and out: weights are streamed into parameters that already exist, never assigned."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flide.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 256 << 20
+HUB_FILES = (
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+def resolve_directory(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The directory of a model: the given one, or a Hub id's snapshot (config, tokenizer and safetensors only).
+
+    A path that exists as a directory is used as it is and nothing is fetched.
+
+    Raises:
+        CheckpointError: neither a directory nor a Hub id that can be had.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    name = str(path)
+    if directory.exists():
+        raise CheckpointError(f"{name} is a file; a model is a directory or a Hub id")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise CheckpointError(f"{name} is neither a directory nor a Hub id of the form 'organisation/model'")
+    try:
+        snapshot = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            allow_patterns=list(HUB_FILES),
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"there is no directory {name}, and the Hub model {name} cannot be had: {first_line}"
+        ) from error
+    return Path(snapshot)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint, known from its file's header alone."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def list_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of a single-file or sharded safetensors checkpoint, by key; reads headers only.
+
+    Raises:
+        CheckpointError: no safetensors, a damaged file, or an index that disagrees with its shards or leaves the
+            directory.
+    """
+    index = directory / INDEX_NAME
+    if index.is_file():
+        weight_map = _read_index(index)
+        files = sorted(set(weight_map.values()))
+    elif (directory / SINGLE_NAME).is_file():
+        weight_map, files = None, [SINGLE_NAME]
+    else:
+        others = sorted(p.name for p in directory.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".gguf"})
+        hint = f" ({others[0]} is not read: only safetensors are)" if others else ""
+        raise CheckpointError(f"{directory} has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        for tensor in _read_header(directory / name):
+            if weight_map is not None and weight_map.get(tensor.key) != name:
+                raise CheckpointError(f"{INDEX_NAME} and {name} disagree about where {tensor.key} is")
+            tensors[tensor.key] = tensor
+    missing = sorted(set(weight_map or ()) - set(tensors))
+    if missing:
+        raise CheckpointError(f"{INDEX_NAME} names tensors its files do not hold: {_some(missing)}")
+    return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES} bytes")
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
+            raise CheckpointError(f"{path} names a file outside the directory or not a safetensors file: {name!r}")
+    return weight_map
+
+
+def _read_header(path: Path) -> Iterable[StoredTensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is named by {INDEX_NAME} but is not there")
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                view = file.get_slice(key)
+                yield StoredTensor(path, key, tuple(view.get_shape()), view.get_dtype())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def match_tensors(
+    expected: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    renames: Iterable[tuple[str, str]] = (),
+    ignored: Iterable[str] = (),
+    optional: Iterable[str] = (),
+) -> dict[str, StoredTensor]:
+    """Pair every model tensor with its stored one.
+
+    Args:
+        expected: the model's tensors by name (meta tensors do).
+        stored: the checkpoint's tensors by key.
+        renames: (pattern, replacement) applied in order to stored keys to get model names.
+        ignored: patterns of stored keys that belong to parts the model leaves out.
+        optional: model names that may be absent (ties).
+
+    Raises:
+        CheckpointError: one error that names missing, unexpected, wrongly shaped and non-float tensors.
+    """
+    renames, ignored, optional = list(renames), list(ignored), set(optional)
+    matched: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    unexpected, wrong = [], []
+    for key, tensor in stored.items():
+        if any(re.match(pattern, key) for pattern in ignored):
+            continue
+        name = key
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        if name not in expected:
+            unexpected.append(key)
+        elif name in matched:
+            problems.append(f"{key} and {matched[name].key} are both {name}")
+        elif tensor.shape != tuple(expected[name].shape):
+            wrong.append(f"{key} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
+        elif tensor.dtype not in _FLOAT_DTYPES:
+            wrong.append(f"{key} is {tensor.dtype}, expected a float type")
+        else:
+            matched[name] = tensor
+    wrong_names = {entry.partition(" ")[0] for entry in wrong}
+    for pattern, replacement in renames:
+        wrong_names = {re.sub(pattern, replacement, name) for name in wrong_names}
+    missing = sorted(set(expected) - set(matched) - optional - wrong_names)
+    if missing:
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected:
+        problems.append(f"unexpected: {_some(sorted(unexpected))}")
+    if wrong:
+        problems.append(f"wrong: {_some(sorted(wrong))}")
+    if problems:
+        raise CheckpointError("the checkpoint does not fit its config; " + "; ".join(problems))
+    return matched
+
+
+def stream_weights(targets: Mapping[str, Tensor], sources: Mapping[str, StoredTensor]) -> None:
+    """Copy every stored tensor into its target in place, one at a time, file by file."""
+    by_file: dict[Path, list[str]] = {}
+    for name, tensor in sources.items():
+        by_file.setdefault(tensor.file, []).append(name)
+    with torch.no_grad():
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    targets[name].copy_(file.get_tensor(sources[name].key))
+
+
+def save_checkpoint(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path, *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write config.json and (sharded) safetensors the way transformers reads them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
+    for name, keys in split.filename_to_tensors.items():
+        shard = {key: tensors[key].detach().cpu().contiguous() for key in keys}
+        save_file(shard, directory / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

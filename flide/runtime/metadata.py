@@ -1,0 +1,328 @@
+"""ForkMetadata: the structure of a stream as data, so that one compiled graph serves every round.
+
+Shapes: T stream rows, S segments, N readout rows, G pages. All tensors are int32 views of one arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flide.runtime.tree import MAX_DEPTH, TokenTree
+
+PAGE_SIZE = 64  # rows of a KV page, and the key block of the kernels
+MAX_SAVES = 4  # checkpoints one trunk may save in one round
+_ALIGN = 4  # int32 elements in 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCapacity:
+    """Sizes a stream is laid out for; under capture they are the only shapes there are.
+
+    Attributes:
+        tokens: stream rows.
+        segments: trunks, branches and leaves together.
+        readouts: readout rows.
+        pages: entries of the page table (0 when no KV pool is used).
+    """
+
+    tokens: int
+    segments: int
+    readouts: int
+    pages: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.segments, self.readouts) < 1 or self.pages < 0:
+            raise ValueError(f"a stream capacity needs positive sizes, got {self}")
+
+    def holds(self, other: StreamCapacity) -> bool:
+        """Whether a round of size ``other`` fits."""
+        return (
+            other.tokens <= self.tokens
+            and other.segments <= self.segments
+            and other.readouts <= self.readouts
+            and other.pages <= self.pages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkCache:
+    """What a trunk resumes from and what it saves. The default is a fresh trunk that saves nothing.
+
+    Attributes:
+        length: tokens the checkpoint covers; the tree's trunk holds only the tokens after them.
+        slot: state-pool slot of that checkpoint (slot 0 is the permanent zero state).
+        pages: KV pages of the whole trunk, cached and new, ``ceil(total / PAGE_SIZE)`` of them in logical order.
+        saves: up to ``MAX_SAVES`` pairs (length, slot): keep the state after ``length`` tokens in ``slot``.
+    """
+
+    length: int = 0
+    slot: int = 0
+    pages: tuple[int, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    tree: TokenTree
+    level: int
+    parent: int
+    start: int
+    cache: TrunkCache
+    path: tuple[int, ...]  # request, branch, leaf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForkMetadata:
+    """Where every row of a stream sits in its request tree. Values change every round, shapes and addresses never do.
+
+    The stream is ``[trunk_0 | trunk_1 | ... | branches of 0 | branches of 1 | ... | leaves | padding]``; each part is a
+    *segment*. Padding exists only at the tail. Three values are inert: an empty segment (its offset repeats), row 0
+    where something is read, -1 where something is written or identified.
+
+    Example: one request, trunk of 3, branches of 2 and 1; capacity T=8, S=4, N=4::
+
+        positions        [0 1 2 3 4 3 0 0]  (three equal rows)
+        row_segments     [0 0 0 1 1 2 -1 -1]
+        segment_offsets  [0 3 5 6 6]
+        segment_parents  [-1 0 0 -1]         segment_levels [0 1 1 0]
+        segment_starts   [0 3 3 0]           final_slots    [0 -1 -1 -1]
+        readout_rows     [4 5 0 0]
+
+    Attributes:
+        capacity: sizes the arrays were laid out for. Never read in a model's forward.
+        arena: all fields (and the token ids) as one int32 tensor: a round is one copy.
+        tokens: ``[T]`` token ids; padding 0.
+        positions: ``[3, T]`` rotary positions (time, height, width: equal for text). Branches continue at the trunk's
+            full length, cached tokens included.
+        row_segments: ``[T]`` segment of each row; padding -1.
+        segment_offsets: ``[S + 1]`` row boundaries, ``cu_seqlens`` style; the last entry is the number of active rows.
+        segment_parents: ``[S]`` segment it forks from; -1 for trunks and unused segments.
+        segment_levels: ``[S]`` 0 trunk, 1 branch, 2 leaf.
+        segment_starts: ``[S]`` tokens before the segment's first row on its own path; for a trunk, the cached length.
+        initial_slots: ``[S]`` state-pool slot a trunk starts from; 0, the zero state, for everything fresh.
+        final_slots: ``[S]`` scratch slot for the final state, numbered from 0 over segments with children; -1 none.
+        save_rows: ``[S, MAX_SAVES]`` stream row after which the state is saved; -1 none.
+        save_slots: ``[S, MAX_SAVES]`` state-pool slot that save goes to; -1 none.
+        segment_pages: ``[S]`` first entry of the segment's pages in ``page_table``; -1 none.
+        page_table: ``[G]`` KV page numbers; -1 unused.
+        readout_rows: ``[N]`` rows whose final hidden state is read, in depth-first order of the trees (request by
+            request, each branch before its leaves, the next branch after them); unused 0.
+    """
+
+    capacity: StreamCapacity
+    arena: Tensor
+    tokens: Tensor
+    positions: Tensor
+    row_segments: Tensor
+    segment_offsets: Tensor
+    segment_parents: Tensor
+    segment_levels: Tensor
+    segment_starts: Tensor
+    initial_slots: Tensor
+    final_slots: Tensor
+    save_rows: Tensor
+    save_slots: Tensor
+    segment_pages: Tensor
+    page_table: Tensor
+    readout_rows: Tensor
+
+    @classmethod
+    def allocate(
+        cls, capacity: StreamCapacity, *, device: torch.device | str = "cpu", pin_memory: bool = False
+    ) -> ForkMetadata:
+        """An inert stream (no active rows) in one freshly allocated arena, every field 16-byte aligned."""
+        shapes = _shapes(capacity)
+        size = sum(_padded(shape) for shape in shapes.values())
+        arena = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
+        meta = cls._over(arena, capacity)
+        for name in _FILLED_WITH_MINUS_ONE:
+            getattr(meta, name).fill_(-1)
+        return meta
+
+    @classmethod
+    def pack(
+        cls,
+        trees: Sequence[TokenTree],
+        *,
+        capacity: StreamCapacity | None = None,
+        caches: Sequence[TrunkCache] | None = None,
+        pin_memory: bool = False,
+    ) -> ForkMetadata:
+        """Lay out one round on the host.
+
+        Args:
+            trees: the round's requests.
+            capacity: sizes to lay out for; None takes exactly what the round needs.
+            caches: one per request, when trunks resume from or save checkpoints.
+            pin_memory: page-locked arena, for an asynchronous copy to a GPU.
+
+        Returns:
+            Metadata on the CPU; ``meta.tokens`` holds the token ids in stream order.
+
+        Raises:
+            ValueError: the round does not fit the capacity, is deeper than three levels, or names rows it lacks.
+        """
+        segments = _segments(trees, caches or [TrunkCache()] * len(trees))
+        readouts = [s.tree.readout_offsets for s in segments]
+        needed = StreamCapacity(
+            tokens=max(1, sum(len(s.tree.tokens) for s in segments)),
+            segments=max(1, len(segments)),
+            readouts=max(1, sum(len(rows) for rows in readouts)),
+            pages=sum(len(s.cache.pages) for s in segments),
+        )
+        capacity = capacity or needed
+        if not capacity.holds(needed):
+            raise ValueError(f"a round of {needed} does not fit {capacity}")
+        meta = cls.allocate(capacity, pin_memory=pin_memory)
+        meta._fill(segments, readouts)
+        return meta
+
+    def _fill(self, segments: list[_Segment], readouts: list[tuple[int, ...]]) -> None:
+        view = {f.name: getattr(self, f.name).numpy() for f in fields(self) if f.name not in ("capacity", "arena")}
+        lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        offsets = ends - lengths
+        starts = np.array([s.start for s in segments], dtype=np.int64)
+        rows, n = int(lengths.sum()), len(segments)
+
+        owner = np.repeat(np.arange(n), lengths)
+        view["tokens"][:rows] = np.fromiter((token for s in segments for token in s.tree.tokens), np.int64, rows)
+        view["positions"][:, :rows] = np.arange(rows) - offsets[owner] + starts[owner]
+        view["row_segments"][:rows] = owner
+        view["segment_offsets"][1 : n + 1] = ends
+        view["segment_offsets"][n + 1 :] = rows
+        view["segment_parents"][:n] = [s.parent for s in segments]
+        view["segment_levels"][:n] = [s.level for s in segments]
+        view["segment_starts"][:n] = starts
+        view["initial_slots"][:n] = [s.cache.slot for s in segments]
+        parents = [i for i, s in enumerate(segments) if s.tree.children]
+        view["final_slots"][parents] = np.arange(len(parents))
+
+        page = 0
+        for i, s in enumerate(segments):
+            for k, (length, slot) in enumerate(s.cache.saves):
+                view["save_rows"][i, k] = offsets[i] + length - s.start - 1
+                view["save_slots"][i, k] = slot
+            if s.cache.pages:
+                view["segment_pages"][i] = page
+                view["page_table"][page : page + len(s.cache.pages)] = s.cache.pages
+                page += len(s.cache.pages)
+        in_request_order = sorted(range(n), key=lambda i: segments[i].path)
+        read = [int(offsets[i]) + row for i in in_request_order for row in readouts[i]]
+        view["readout_rows"][: len(read)] = read
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ForkMetadata:
+        """The same metadata on another device: one copy of the arena."""
+        return self._over(self.arena.to(device, non_blocking=non_blocking), self.capacity)
+
+    def copy_(self, other: ForkMetadata, *, non_blocking: bool = False) -> None:
+        """Overwrite this round with another of the same capacity, in place: one copy."""
+        if other.capacity != self.capacity:
+            raise ValueError(f"cannot copy a stream of {other.capacity} into one of {self.capacity}")
+        self.arena.copy_(other.arena, non_blocking=non_blocking)
+
+    @classmethod
+    def _over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
+        views, at = {}, 0
+        for name, shape in _shapes(capacity).items():
+            count = int(np.prod(shape))
+            views[name] = arena[at : at + count].view(shape)
+            at += _padded(shape)
+        return cls(capacity=capacity, arena=arena, **views)
+
+    def check(self) -> None:
+        """Assert the invariants of a host copy (tests and debugging; never on a device in service)."""
+        offsets = self.segment_offsets.tolist()
+        parents, levels = self.segment_parents.tolist(), self.segment_levels.tolist()
+        starts = self.segment_starts.tolist()
+        rows = offsets[-1]
+        assert offsets[0] == 0, "a stream starts at row 0"
+        assert offsets == sorted(offsets), "offsets never decrease"
+        assert rows <= self.capacity.tokens, "active rows fit the capacity"
+        for i, (parent, level) in enumerate(zip(parents, levels, strict=True)):
+            begin, end = offsets[i], offsets[i + 1]
+            assert (parent == -1) == (level == 0), "trunks and unused segments have no parent"
+            if parent >= 0:
+                assert parent < i, "parents come first"
+                assert levels[parent] == level - 1, "a child is one level below its parent"
+                assert starts[i] == starts[parent] + offsets[parent + 1] - offsets[parent], "children continue"
+            assert self.row_segments[begin:end].tolist() == [i] * (end - begin), "rows name their segment"
+            assert self.positions[0, begin:end].tolist() == list(range(starts[i], starts[i] + end - begin))
+        assert (self.row_segments[rows:] == -1).all(), "padding belongs to no segment"
+        assert (self.tokens[rows:] == 0).all(), "padding reads token 0"
+        assert ((self.readout_rows >= 0) & (self.readout_rows < max(rows, 1))).all(), "readouts name active rows"
+
+
+_FILLED_WITH_MINUS_ONE = (
+    "row_segments",
+    "segment_parents",
+    "final_slots",
+    "save_rows",
+    "save_slots",
+    "segment_pages",
+    "page_table",
+)
+
+
+def _shapes(capacity: StreamCapacity) -> dict[str, tuple[int, ...]]:
+    t, s, n, g = capacity.tokens, capacity.segments, capacity.readouts, capacity.pages
+    return {
+        "tokens": (t,),
+        "positions": (3, t),
+        "row_segments": (t,),
+        "segment_offsets": (s + 1,),
+        "segment_parents": (s,),
+        "segment_levels": (s,),
+        "segment_starts": (s,),
+        "initial_slots": (s,),
+        "final_slots": (s,),
+        "save_rows": (s, MAX_SAVES),
+        "save_slots": (s, MAX_SAVES),
+        "segment_pages": (s,),
+        "page_table": (g,),
+        "readout_rows": (n,),
+    }
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    return -(-int(np.prod(shape)) // _ALIGN) * _ALIGN
+
+
+def _segments(trees: Sequence[TokenTree], caches: Sequence[TrunkCache]) -> list[_Segment]:
+    """Segments in stream order: all trunks, then all branches, then all leaves, request by request in each level."""
+    if len(caches) != len(trees):
+        raise ValueError(f"{len(trees)} requests but {len(caches)} trunk caches")
+    level = [_trunk(tree, cache, j) for j, (tree, cache) in enumerate(zip(trees, caches, strict=True))]
+    segments = list(level)
+    for depth in range(1, MAX_DEPTH + 1):
+        first = len(segments) - len(level)
+        level = [
+            _Segment(child, depth, first + i, s.start + len(s.tree.tokens), TrunkCache(), (*s.path, k))
+            for i, s in enumerate(level)
+            for k, child in enumerate(s.tree.children)
+        ]
+        if level and depth == MAX_DEPTH:
+            raise ValueError(f"a token tree has at most {MAX_DEPTH} levels")
+        segments += level
+    return segments
+
+
+def _trunk(tree: TokenTree, cache: TrunkCache, request: int) -> _Segment:
+    total = cache.length + len(tree.tokens)
+    if cache.pages and len(cache.pages) != -(-total // PAGE_SIZE):
+        raise ValueError(f"a trunk of {total} tokens needs {-(-total // PAGE_SIZE)} pages, got {len(cache.pages)}")
+    if cache.length and not (cache.slot and cache.pages):
+        raise ValueError("a resumed trunk needs the slot and the pages of its checkpoint")
+    if len(cache.saves) > MAX_SAVES:
+        raise ValueError(f"a trunk saves at most {MAX_SAVES} checkpoints a round, got {len(cache.saves)}")
+    for length, slot in cache.saves:
+        if not cache.length < length <= total:
+            raise ValueError(f"cannot save after {length} tokens: this round computes {cache.length + 1} to {total}")
+        if slot < 1 or slot == cache.slot:
+            raise ValueError(f"cannot save into slot {slot}: slot 0 is the zero state, a slot in use is read")
+    return _Segment(tree, 0, -1, cache.length, cache, (request,))

@@ -1,0 +1,10 @@
+"""Every tolerance of the test suite, in one place."""
+
+# float32 against transformers, one isolated prompt at a time, for logits of standard deviation 1.
+LOGITS_FP32 = 1e-4
+# float64 against an independent float64 computation of the same formula.
+FP64 = 1e-10
+# float32 against float64, relative to the largest magnitude.
+FP32_RELATIVE = 2e-5
+# Probabilities of the same prompt through two ways of running it, float32.
+PROBABILITY_FP32 = 1e-5
