@@ -6,6 +6,7 @@ Shapes: T stream rows, Q query rows, D hidden size, N query heads, M key/value h
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from flide.layers.rotary import RotaryTables, apply_rotary
@@ -62,14 +63,17 @@ class ForkAttention(nn.Module):
         query_rows: Tensor | None = None,
     ) -> Tensor:
         """Mixed rows ``[Q, D]``: all stream rows, or only those named by ``query_rows`` ([Q] int32)."""
-        query_QNH = self.q_proj(select_rows(hidden_states_TD, query_rows)).unflatten(-1, (-1, self.head_dim))
+        query_QNH = rearrange(
+            self.q_proj(select_rows(hidden_states_TD, query_rows)), "q (n h) -> q n h", h=self.head_dim
+        )
         key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
         return self.o_proj(self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows).flatten(1))
 
     def project_key_value(self, hidden_states_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[T, M, H]``, before norm and rotation."""
-        key, value = self.k_proj(hidden_states_TD), self.v_proj(hidden_states_TD)
-        return key.unflatten(-1, (-1, self.head_dim)), value.unflatten(-1, (-1, self.head_dim))
+        key_TMH = rearrange(self.k_proj(hidden_states_TD), "t (m h) -> t m h", h=self.head_dim)
+        value_TMH = rearrange(self.v_proj(hidden_states_TD), "t (m h) -> t m h", h=self.head_dim)
+        return key_TMH, value_TMH
 
     def attend(
         self,
@@ -143,8 +147,9 @@ class GatedForkAttention(ForkAttention):
         meta: ForkMetadata,
         query_rows: Tensor | None = None,
     ) -> Tensor:
-        query_gate = self.q_proj(select_rows(hidden_states_TD, query_rows)).unflatten(-1, (-1, 2 * self.head_dim))
-        query_QNH, gate_QNH = query_gate.chunk(2, -1)
+        query_QNH, gate_QNH = rearrange(
+            self.q_proj(select_rows(hidden_states_TD, query_rows)), "q (n c h) -> c q n h", c=2, h=self.head_dim
+        )
         key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
         o_QNH = self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows) * torch.sigmoid(gate_QNH)
         return self.o_proj(o_QNH.flatten(1))

@@ -6,6 +6,7 @@ Shapes: T stream rows, Q query rows, D hidden size, C conv channels, W conv widt
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from flide.layers.attention import select_rows
@@ -31,7 +32,7 @@ class ForkGatedDeltaNet(KeepFloat32):
         state_pool: ``[slots, N, K, V]`` float32, conv_pool: ``[slots, W - 1, C]`` when pools were allocated, else None.
     """
 
-    float32_names = ("A_log",)
+    float32_names = ("A_log", "state_pool")
     state_pool: Tensor | None
     conv_pool: Tensor | None
 
@@ -76,7 +77,9 @@ class ForkGatedDeltaNet(KeepFloat32):
         qkv_TC = self.in_proj_qkv(hidden_states_TD)
         a_TN, b_TN = self.in_proj_a(hidden_states_TD), self.in_proj_b(hidden_states_TD)
         o_QNV = select_rows(self.delta_rule(qkv_TC, a_TN, b_TN, meta), query_rows)
-        z_QNV = self.in_proj_z(select_rows(hidden_states_TD, query_rows)).unflatten(-1, (-1, self.value_dim))
+        z_QNV = rearrange(
+            self.in_proj_z(select_rows(hidden_states_TD, query_rows)), "q (n v) -> q n v", v=self.value_dim
+        )
         return self.out_proj(self.norm(o_QNV, z_QNV).flatten(1))
 
     def delta_rule(self, qkv_TC: Tensor, a_TN: Tensor, b_TN: Tensor, meta: ForkMetadata) -> Tensor:

@@ -19,7 +19,8 @@ class KeepFloat32(nn.Module):
     float32_names: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        kept = {id(getattr(self, name)) for name in self.float32_names}
+        tensors = [x for name in self.float32_names if (x := getattr(self, name)) is not None]
+        kept = {id(x) for x in tensors} | {id(x.grad) for x in tensors if x.grad is not None}
 
         def cast_others(x: Tensor) -> Tensor:
             y = fn(x)

@@ -47,7 +47,7 @@ class RotaryEmbedding(KeepFloat32):
         if sections is not None:
             axis_F[1 : 3 * sections[1] : 3] = 1
             axis_F[2 : 3 * sections[2] : 3] = 2
-        self.register_buffer("inv_freq_F", theta**-exponent_F, persistent=False)
+        self.register_buffer("inv_freq_F", 1.0 / theta**exponent_F, persistent=False)
         self.register_buffer("axis_F", axis_F, persistent=False)
 
     def forward(self, positions_3T: Tensor) -> RotaryTables:

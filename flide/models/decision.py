@@ -5,7 +5,7 @@ Shapes: N readout rows, D hidden size, O options, L label rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from flide.errors import CheckpointError
 from flide.layers.norm import KeepFloat32
 from flide.models.config import read_config
-from flide.models.weights import list_tensors, match_tensors, resolve_directory, save_checkpoint, stream_weights
+from flide.models.weights import (
+    StoredTensor,
+    list_tensors,
+    match_tensors,
+    resolve_directory,
+    save_checkpoint,
+    stream_weights,
+)
 from flide.runtime.metadata import ForkMetadata
 
 
@@ -76,7 +83,7 @@ class ForDecision(nn.Module):
             config: the family's config, or transformers' (object or dict).
             dtype: of the weights (float32-only parameters excepted); None for bfloat16 on CUDA, float32 elsewhere.
         """
-        model = cls._on_meta(config)
+        model = cls.on_meta(config)
         _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
         model.reset_parameters()
         return model
@@ -103,13 +110,8 @@ class ForDecision(nn.Module):
             CheckpointError: bad config, or tensors that do not fit it; nothing is allocated before both were checked.
         """
         directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        model = cls._on_meta(read_config(directory))
-        matched = match_tensors(
-            model.checkpoint_tensors(),
-            list_tensors(directory),
-            renames=cls.renames,
-            ignored=(*cls.ignored, *(("lm_head\\.",) if model.config.tie_word_embeddings else ())),
-        )
+        model = cls.on_meta(read_config(directory))
+        matched = model.match(list_tensors(directory))
         _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
         stream_weights(model.checkpoint_tensors(), matched)
         return model.eval()
@@ -175,8 +177,18 @@ class ForDecision(nn.Module):
             elif callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
 
+    def match(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Pair the model's tensors with a checkpoint's.
+
+        Raises:
+            CheckpointError: missing, unexpected or wrongly shaped tensors, named.
+        """
+        tied = ("lm_head\\.",) if self.config.tie_word_embeddings else ()
+        return match_tensors(self.checkpoint_tensors(), stored, renames=self.renames, ignored=(*self.ignored, *tied))
+
     @classmethod
-    def _on_meta(cls, config: Any) -> Self:
+    def on_meta(cls, config: Any) -> Self:
+        """The model without storage, for checking shapes before anything is allocated."""
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
         with torch.device("meta"):
             return cls(config)

@@ -154,7 +154,8 @@ class Qwen35Layer(nn.Module):
         mixer = self.self_attn if self.layer_type == FULL else self.linear_attn
         mixed_QD = mixer(self.input_layernorm(hidden_states_TD), rotary, meta, query_rows)
         hidden_states_QD: Tensor = select_rows(hidden_states_TD, query_rows) + mixed_QD
-        return hidden_states_QD + self.mlp(self.post_attention_layernorm(hidden_states_QD))
+        hidden_states_QD = hidden_states_QD + self.mlp(self.post_attention_layernorm(hidden_states_QD))
+        return hidden_states_QD
 
 
 class Qwen35Model(nn.Module):

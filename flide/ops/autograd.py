@@ -18,7 +18,11 @@ def recompute_gradients(
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         output = reference(*leaves)
-        gradients = torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
+        gradients = (
+            torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
+            if output.requires_grad
+            else [None] * len(leaves)  # no active row: the output is constant zero
+        )
     return tuple(
         torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous()
         for x, g in zip(leaves, gradients, strict=True)

@@ -297,6 +297,10 @@ def _segments(trees: Sequence[TokenTree], caches: Sequence[TrunkCache]) -> list[
     """Segments in stream order: all trunks, then all branches, then all leaves, request by request in each level."""
     if len(caches) != len(trees):
         raise ValueError(f"{len(trees)} requests but {len(caches)} trunk caches")
+    read = {cache.slot for cache in caches if cache.slot}
+    written = [slot for cache in caches for _, slot in cache.saves]
+    if len(set(written)) < len(written) or not read.isdisjoint(written):
+        raise ValueError("no state slot is saved to twice in a round, or saved to while a trunk resumes from it")
     level = [_trunk(tree, cache, j) for j, (tree, cache) in enumerate(zip(trees, caches, strict=True))]
     segments = list(level)
     for depth in range(1, MAX_DEPTH + 1):

@@ -69,5 +69,5 @@ def longest_common_prefix(sequences: Sequence[Sequence[int]], *, start: int = 0)
         length = min(length, len(other))
         if first[start:length] == other[start:length]:
             continue
-        length = next(i for i in range(start, length) if first[i] != other[i])
+        length = next((i for i in range(start, length) if first[i] != other[i]), length)
     return length

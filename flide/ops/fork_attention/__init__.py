@@ -90,7 +90,7 @@ def fork_attention_paged(
         segment_pages: ``[S]`` int32 first entry of a trunk in ``page_table``.
         page_table: ``[G]`` int32 page numbers.
     """
-    if torch.is_grad_enabled() and (query_QNH.requires_grad or key_TMH.requires_grad):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query_QNH, key_TMH, value_TMH)):
         raise RuntimeError("attention through a KV pool has no gradient: train without pools")
     return torch.ops.flide.fork_attention_paged(
         query_QNH,

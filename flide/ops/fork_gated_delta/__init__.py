@@ -108,7 +108,8 @@ def fork_gated_delta_cached(
         initial_slots: ``[S]`` int32 slot a trunk starts from.
         save_rows, save_slots: ``[S, saves]`` int32 stream row after which a trunk's state is kept, and where; -1 none.
     """
-    if torch.is_grad_enabled() and qkv_TC.requires_grad:
+    inputs = (qkv_TC, a_TN, b_TN, conv_weight_CW, A_log_N, dt_bias_N)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise RuntimeError("a delta rule with checkpoint pools has no gradient: train without pools")
     return torch.ops.flide.fork_gated_delta_cached(
         qkv_TC,

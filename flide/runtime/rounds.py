@@ -1,0 +1,85 @@
+"""Running rounds: prepared requests in, option probabilities out. No queue, no threads.
+
+Shapes: T stream rows, N readout rows, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flide.models.decision import ForDecision
+from flide.runtime.decision import Decision, Usage, answer_question
+from flide.runtime.metadata import ForkMetadata
+from flide.runtime.prompt import EncodedRequest
+from flide.runtime.request import DecisionRequest
+from flide.runtime.tree import TokenTree
+
+
+class ModelOutputError(RuntimeError):
+    """The model produced logits that are not finite; its weights are damaged or its dtype overflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A validated request and its token tree (one branch per question, in order)."""
+
+    request: DecisionRequest
+    tree: TokenTree
+    num_options: list[int]
+
+    @classmethod
+    def from_encoded(cls, request: DecisionRequest, encoded: EncodedRequest) -> PreparedRequest:
+        tree = TokenTree.from_prompts(encoded.prompts, shared_length=encoded.shared_length)
+        return cls(request, tree, encoded.num_options)
+
+    @property
+    def num_tokens(self) -> int:
+        """Stream rows: P + sum |q_i|."""
+        return self.tree.num_tokens
+
+
+class RoundRunner:
+    """A model with its label rows gathered.
+
+    Args:
+        model: on its device, in eval mode.
+        label_ids: ids of all labels in label order.
+        model_name: name in the results.
+    """
+
+    def __init__(self, model: ForDecision, label_ids: Sequence[int], *, model_name: str) -> None:
+        self.model, self.model_name = model, model_name
+        self.label_rows_LD = model.label_rows(label_ids)
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[PreparedRequest]) -> list[Decision | ModelOutputError]:
+        """Answer every request of one round, in order."""
+        meta = ForkMetadata.pack([r.tree for r in requests]).to(self.label_rows_LD.device)
+        hidden_states_ND = self.model(meta.tokens, meta)
+        logits_NL = self.model.label_logits(hidden_states_ND, self.label_rows_LD).cpu().numpy()
+        results: list[Decision | ModelOutputError] = []
+        row = 0
+        for request in requests:
+            count = len(request.num_options)
+            results.append(self._decide(request, logits_NL[row : row + count]))
+            row += count
+        return results
+
+    def _decide(self, prepared: PreparedRequest, logits_NL: NDArray[np.float32]) -> Decision | ModelOutputError:
+        answers = {}
+        questions = prepared.request.questions.items()
+        for (question_id, question), num_options, logits_L in zip(
+            questions, prepared.num_options, logits_NL, strict=True
+        ):
+            logits = logits_L[:num_options].astype(np.float64)
+            if not np.isfinite(logits).all():
+                return ModelOutputError("the model produced logits that are not finite")
+            weights = np.exp(logits - logits.max())
+            answers[question_id] = answer_question(question, (weights / weights.sum()).tolist())
+        usage = Usage(input_tokens=prepared.num_tokens, output_tokens=len(answers))
+        return Decision(model=self.model_name, answers=answers, usage=usage)
