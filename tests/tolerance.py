@@ -8,3 +8,5 @@ FP64 = 1e-10
 FP32_RELATIVE = 2e-5
 # Probabilities of the same prompt through two ways of running it, float32.
 PROBABILITY_FP32 = 1e-5
+# Low-precision inputs: the error of an op over the error that rounding its inputs and outputs alone causes.
+LOW_PRECISION_BUDGET = 2.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import enable_reentrant_dispatch
 
 
 def recompute_gradients(
@@ -15,7 +18,7 @@ def recompute_gradients(
 
     Costs one forward of the reference and keeps nothing of the original forward but its inputs.
     """
-    with torch.enable_grad():
+    with _recording():
         leaves = [x.detach().requires_grad_() for x in inputs]
         output = reference(*leaves)
         gradients = (
@@ -27,3 +30,22 @@ def recompute_gradients(
         torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g.contiguous()
         for x, g in zip(leaves, gradients, strict=True)
     )
+
+
+class _PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd on, inside an op.
+
+    A ``TorchDispatchMode`` above the op (a FLOP counter, selective checkpointing, the first call of a compiled graph)
+    switches autograd off for everything the op calls, whatever the grad mode says, until dispatch is re-entered.
+    """
+    with torch.enable_grad():
+        if torch.empty(0, requires_grad=True).sum().requires_grad:
+            yield
+        else:
+            with enable_reentrant_dispatch(), _PassThrough(), torch.enable_grad():
+                yield

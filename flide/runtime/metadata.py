@@ -17,6 +17,9 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree
 PAGE_SIZE = 64  # rows of a KV page, and the key block of the kernels
 MAX_SAVES = 4  # checkpoints one trunk may save in one round
 _ALIGN = 4  # int32 elements in 16 bytes
+# Unused elements at the head of the arena: without them the second field would begin at an offset equal to the first
+# one's size, and dynamic shapes would tie the two together ("duck sizing") and recompile where they differ.
+_HEADER = _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class ForkMetadata:
     ) -> ForkMetadata:
         """An inert stream (no active rows) in one freshly allocated arena, every field 16-byte aligned."""
         shapes = _shapes(capacity)
-        size = sum(_padded(shape) for shape in shapes.values())
+        size = _HEADER + sum(_padded(shape) for shape in shapes.values())
         arena = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
         meta = cls._over(arena, capacity)
         for name in _FILLED_WITH_MINUS_ONE:
@@ -228,7 +231,7 @@ class ForkMetadata:
 
     @classmethod
     def _over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
-        views, at = {}, 0
+        views, at = {}, _HEADER
         for name, shape in _shapes(capacity).items():
             count = int(np.prod(shape))
             views[name] = arena[at : at + count].view(shape)

@@ -26,8 +26,8 @@ MAX_LABELS = 255
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-# Characters a piece of a long text has at least, where it can be cut at all: long enough that starting a piece costs
-# nothing, short enough that a state of some thousand words keeps several cores busy.
+# Most characters of a piece of a long text, where it can be cut: enough that starting a piece costs nothing, few enough
+# that a state of some thousand words keeps several cores busy.
 _PIECE = 4096
 # The regex engine of `tokenizers` gives up (by a panic, not an error) inside a run of about ten million blanks.
 _MAX_UNCUT = 4_000_000
@@ -177,7 +177,7 @@ class PromptTokenizer:
         Raises:
             CheckpointError: there is no tokenizer, it needs its own code, it is not a fast one, or see the class.
         """
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # slow to import
 
         directory = Path(directory)
         if not directory.is_dir():

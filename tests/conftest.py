@@ -1,0 +1,27 @@
+"""Shared fixtures. Tests never download: the Hub is switched off."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    """The engine of the embedded model, on the CPU."""
+    from flide import Engine, EngineConfig
+
+    with Engine.default(EngineConfig(device="cpu")) as shared:
+        yield shared
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

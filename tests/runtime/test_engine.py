@@ -1,0 +1,370 @@
+"""The engine answers what each isolated prompt answers, whoever asks and whatever shares the round."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flide import Choice, DecisionRequest, Engine, EngineConfig, ModelOutputError, Noul, RequestError, Score
+from flide.models import Qwen35ForDecision
+from flide.runtime.engine import embedded_model_directory
+from flide.runtime.rounds import RoundRunner
+from flide.runtime.tokenizer import PromptTokenizer
+from tests.tolerance import PROBABILITY_FP32
+
+LABELS = "ABCDEFGHIJ"
+TICKET = json.loads((Path(__file__).parents[2] / "examples" / "ticket.json").read_text())
+STATES: dict[str, Any] = {
+    "plain": "The parcel arrived crushed and two glasses are broken.",
+    "ends_in_whitespace": "The parcel arrived crushed. \n\n  ",
+    "empty": "",
+    "blank": "   ",
+    "emoji": "It arrived! \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "half_a_sequence": "It arrived! \U0001f468\u200d",
+    "control_strings": "Hello<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nA",
+    "structured": {"z": [1, 2.5, None, True], "a": {"text": "caf\u00e9"}},
+    "messages": [{"role": "user", "content": "where is my order"}],
+    "long": "word and more words about an order. " * 120,
+}
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Any:
+    directory = embedded_model_directory()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def question_text(question: Any) -> tuple[str, int]:
+    if isinstance(question, Choice):
+        options = [name if text is None else f"{name}: {text}" for name, text in question.criteria.items()]
+    elif isinstance(question, Score):
+        options = list(question.criteria)
+    else:
+        options = ["Yes", "No"]
+    lines = [f"{LABELS[i]}. {option}" for i, option in enumerate(options)]
+    text = "\n".join([f"Question: {question.instructions}", *lines, "Answer with the letter of the correct option."])
+    return text, len(options)
+
+
+@torch.no_grad()
+def isolated_probabilities(oracle: Any, state: Any, question: Any) -> list[float]:
+    """One question alone: the model's own template, the whole prompt, transformers."""
+    model, tokenizer = oracle
+    text, count = question_text(question)
+    state = state if isinstance(state, str) else json.dumps(state, ensure_ascii=False)
+    content = f"{state}\n\n{text}" if state else text
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, enable_thinking=False, return_tensors="pt"
+    )
+    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    logits = model(ids, use_cache=False).logits[0, -1]
+    labels = [tokenizer.convert_tokens_to_ids(label) for label in LABELS[:count]]
+    return logits[labels].double().softmax(-1).tolist()
+
+
+QUESTIONS = {
+    "damaged": Noul("Is it damaged?"),
+    "team": Choice("Which team?", {"shipping": "delivery", "billing": None, "product": "how it works"}),
+    "again": Choice("Which team?", {"shipping": "delivery", "billing": None, "product": "how it works"}),
+    "anger": Score("How angry?", ["calm", "annoyed", "furious"]),
+    "emoji_a": Noul("\U0001f600?"),
+    "emoji_b": Noul("\U0001f601?"),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in STATES if n != "control_strings"])
+def test_answers_equal_isolated_prompts_in_transformers(engine: Engine, oracle: Any, name: str) -> None:
+    (decision,) = engine.decide([DecisionRequest(STATES[name], QUESTIONS)])
+    for question_id, question in QUESTIONS.items():
+        expected = isolated_probabilities(oracle, STATES[name], question)
+        assert list(decision[question_id].probabilities.values()) == pytest.approx(expected, abs=PROBABILITY_FP32)
+
+
+def test_the_example_is_answered(engine: Engine) -> None:
+    (decision,) = engine.decide([TICKET])
+    body = decision.to_dict()
+    assert list(body["answers"]) == list(TICKET["questions"])
+    assert sum(body["answers"]["team"]["probabilities"].values()) == pytest.approx(1)
+    assert body["usage"]["output_tokens"] == len(TICKET["questions"])
+
+
+def test_questions_do_not_see_each_other(engine: Engine) -> None:
+    """Adding, removing, renaming and reordering questions moves nothing."""
+    questions = {**QUESTIONS, "prefix": Noul("Is it"), "longer": Noul("Is it damaged or lost?")}
+    (together,) = engine.decide([DecisionRequest(STATES["plain"], questions)])
+    (reordered,) = engine.decide([DecisionRequest(STATES["plain"], dict(reversed(questions.items())))])
+    for name, question in questions.items():
+        (alone,) = engine.decide([DecisionRequest(STATES["plain"], {"renamed": question})])
+        expected = pytest.approx(list(alone["renamed"].probabilities.values()), abs=PROBABILITY_FP32)
+        assert list(together[name].probabilities.values()) == expected
+        assert list(reordered[name].probabilities.values()) == expected
+    assert together["team"].probabilities == pytest.approx(together["again"].probabilities, abs=1e-12)
+
+
+def test_requests_do_not_see_each_other(engine: Engine) -> None:
+    requests = [DecisionRequest(state, QUESTIONS) for state in STATES.values()]
+    together = engine.decide(requests)
+    backwards = engine.decide(requests[::-1])[::-1]
+    for request, decision, other in zip(requests, together, backwards, strict=True):
+        (alone,) = engine.decide([request])
+        for name in QUESTIONS:
+            expected = pytest.approx(list(alone[name].probabilities.values()), abs=PROBABILITY_FP32)
+            assert list(decision[name].probabilities.values()) == expected
+            assert list(other[name].probabilities.values()) == expected
+        assert decision.usage == alone.usage
+
+
+def test_usage_counts_the_state_once(engine: Engine) -> None:
+    few = DecisionRequest(STATES["long"], {"a": Noul("One?"), "b": Noul("Two?")})
+    many = DecisionRequest(STATES["long"], {str(i): Noul(f"Number {i}?") for i in range(40)})
+    (small,), (large,) = engine.decide([few]), engine.decide([many])
+    prompts = engine.format.encode(many).prompts
+    trunk = len(os.path.commonprefix(prompts))
+    assert large.usage.input_tokens == trunk + sum(len(p) - trunk for p in prompts)
+    assert large.usage.input_tokens < 2 * small.usage.input_tokens + 40 * 40
+    assert large.usage.output_tokens == 40
+
+
+@pytest.mark.parametrize("count", [1, 2, 26, 27, 62, 255])
+def test_up_to_255_options(engine: Engine, count: int) -> None:
+    names = [f"option {i}" for i in range(count)]
+    (decision,) = engine.decide([DecisionRequest("s", {"q": Choice("Which?", names)})])
+    assert list(decision["q"].probabilities) == names
+    assert sum(decision["q"].probabilities.values()) == pytest.approx(1)
+    if count == 1:
+        assert decision["q"].probabilities == {"option 0": 1.0}
+        assert decision["q"].confidence == 1.0
+
+
+def test_a_thousand_questions_in_one_request(engine: Engine) -> None:
+    questions = {str(i): Noul(f"Is {i} right?") for i in range(1000)}
+    (decision,) = engine.decide([DecisionRequest("s", questions)])
+    assert len(decision) == 1000
+
+
+BAD: dict[str, Any] = {
+    "not_a_body": 7,
+    "no_questions": {"model": "m", "state": "s", "questions": {}},
+    "no_options": {"model": "m", "state": "s", "questions": {"q": {"type": "choice", "criteria": {}}}},
+    "256_options": DecisionRequest("s", {"q": Choice("?", [str(i) for i in range(256)])}),
+    "11_levels": DecisionRequest("s", {"q": Score("?", [str(i) for i in range(11)])}),
+    "nan": DecisionRequest({"x": float("nan")}, {"q": Noul("?")}),
+    "surrogate": DecisionRequest("\ud83d", {"q": Noul("?")}),
+    "null_state": {"model": "m", "state": None, "questions": {"q": {"type": "noul"}}},
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_a_bad_request_is_refused_before_any_runs(engine: Engine, bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundRunner, "run", lambda *_: pytest.fail("a round ran"))
+    with pytest.raises(RequestError) as caught:
+        engine.decide([TICKET, bad, TICKET])
+    assert caught.value.index == 1
+    assert caught.value.errors
+    assert all(entry["loc"][0] == "body" for entry in caught.value.errors)
+
+
+def test_bad_requests_take_their_place_and_the_others_are_answered(engine: Engine) -> None:
+    results = engine.decide([TICKET, *BAD.values(), TICKET], return_exceptions=True)
+    assert [type(r) for r in results[1:-1]] == [RequestError] * len(BAD)
+    assert [r.index for r in results[1:-1]] == list(range(1, len(BAD) + 1))
+    for name in TICKET["questions"]:
+        expected = pytest.approx(results[0][name].probabilities, abs=PROBABILITY_FP32)
+        assert results[-1][name].probabilities == expected
+
+
+def test_an_over_long_prompt_names_both_numbers() -> None:
+    with Engine.default(EngineConfig(device="cpu", max_prompt_tokens=100)) as engine:
+        long, short = DecisionRequest("word " * 500, {"q": Noul("?")}), DecisionRequest("s", {"q": Noul("?")})
+        refused, answered = engine.decide([long, short], return_exceptions=True)
+    assert isinstance(refused, RequestError)
+    (entry,) = refused.errors
+    assert entry["type"] == "prompt_too_long"
+    assert "100" in entry["msg"]
+    assert str(len(engine_prompt(long))) in entry["msg"]
+    assert not isinstance(answered, Exception)
+
+
+def engine_prompt(request: DecisionRequest) -> list[int]:
+    from flide.runtime.prompt import ChatFormat
+
+    (prompt,) = ChatFormat(PromptTokenizer.from_pretrained(embedded_model_directory())).encode(request).prompts
+    return prompt
+
+
+def test_rounds_split_at_request_boundaries_and_answers_do_not_change(engine: Engine) -> None:
+    requests = [DecisionRequest(state, QUESTIONS) for state in STATES.values()]
+    expected = engine.decide(requests)
+    with Engine.default(EngineConfig(device="cpu", max_round_tokens=300)) as small:
+        for got, want in zip(small.decide(requests), expected, strict=True):
+            for name in QUESTIONS:
+                assert list(got[name].probabilities.values()) == pytest.approx(
+                    list(want[name].probabilities.values()), abs=PROBABILITY_FP32
+                )
+
+
+def test_a_single_request_must_be_wrapped(engine: Engine) -> None:
+    for single in (TICKET, DecisionRequest("s", QUESTIONS), "text"):
+        with pytest.raises(TypeError, match="list"):
+            engine.decide(single)
+    assert engine.decide([]) == []
+
+
+def test_decide_and_adecide_work_in_a_running_loop(engine: Engine) -> None:
+    async def notebook() -> tuple[Any, Any, Any]:
+        first, second = await asyncio.gather(engine.adecide([TICKET]), engine.adecide([TICKET, TICKET]))
+        return engine.decide([TICKET]), first, second
+
+    sync, first, second = asyncio.run(notebook())
+    assert len(second) == 2
+    for name in TICKET["questions"]:
+        expected = pytest.approx(sync[0][name].probabilities, abs=PROBABILITY_FP32)
+        assert first[0][name].probabilities == expected
+        assert second[1][name].probabilities == expected
+
+
+def test_adecide_raises_and_returns_exceptions_like_decide(engine: Engine) -> None:
+    with pytest.raises(RequestError):
+        asyncio.run(engine.adecide([TICKET, {}]))
+    good, bad = asyncio.run(engine.adecide([TICKET, {}], return_exceptions=True))
+    assert good["team"]
+    assert isinstance(bad, RequestError)
+
+
+def test_many_threads_share_one_engine(engine: Engine) -> None:
+    (expected,) = engine.decide([TICKET])
+    failures: list[str] = []
+
+    def ask() -> None:
+        for _ in range(5):
+            (decision,) = engine.decide([TICKET])
+            for name, answer in decision.answers.items():
+                if answer.probabilities != pytest.approx(expected[name].probabilities, abs=PROBABILITY_FP32):
+                    failures.append(name)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, entered = RoundRunner.run, threading.Event()
+
+    def slow(self: RoundRunner, requests: Any) -> Any:
+        entered.set()
+        threading.Event().wait(0.5)
+        return run(self, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundRunner, "run", slow)
+
+        def interrupt() -> None:
+            entered.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.decide([TICKET])
+        thread.join()
+    (decision,) = engine.decide([TICKET])
+    assert decision["team"].probabilities
+
+
+def test_one_failing_request_does_not_take_its_round_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RoundRunner.run
+
+    def fragile(self: RoundRunner, requests: Any) -> Any:
+        if any(r.request.state == "poison" for r in requests):
+            raise MemoryError("no memory")
+        return run(self, requests)
+
+    monkeypatch.setattr(RoundRunner, "run", fragile)
+    poison = DecisionRequest("poison", {"q": Noul("?")})
+    first, failed, last = engine.decide([TICKET, poison, TICKET], return_exceptions=True)
+    assert isinstance(failed, MemoryError)
+    assert first["team"].probabilities
+    assert last["team"].probabilities
+    with pytest.raises(MemoryError):
+        engine.decide([TICKET, poison])
+
+
+@pytest.fixture
+def damaged() -> Iterator[Engine]:
+    """An engine whose model yields NaN for every prompt that holds a letter q."""
+    directory = embedded_model_directory()
+    tokenizer = PromptTokenizer.from_pretrained(directory)
+    model = Qwen35ForDecision.from_pretrained(directory)
+    (ids,) = tokenizer.encode_plain(["q"])
+    model.model.embed_tokens.weight.data[ids[0]] = float("nan")
+    with Engine(model, tokenizer) as engine:
+        yield engine
+
+
+def test_logits_that_are_not_finite_fail_their_request_only(damaged: Engine) -> None:
+    bad, good = DecisionRequest("q", {"a": Noul("?")}), DecisionRequest("s", {"a": Noul("?")})
+    failed, answered = damaged.decide([bad, good], return_exceptions=True)
+    assert isinstance(failed, ModelOutputError)
+    assert 0 <= answered["a"].value <= 1
+
+
+def test_close_is_idempotent_and_final() -> None:
+    engine = Engine.default(EngineConfig(device="cpu"))
+    with engine:
+        engine.decide([TICKET])
+    engine.close()
+    assert engine.closed
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.decide([TICKET])
+
+
+def test_a_forgotten_engine_stops_its_thread() -> None:
+    before = threading.active_count()
+    engine = Engine.default(EngineConfig(device="cpu"))
+    engine.decide([TICKET])
+    assert threading.active_count() == before + 1
+    del engine
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_a_process_ends_without_close() -> None:
+    code = (
+        "from flide import *; e = Engine.default(EngineConfig(device='cpu')); "
+        "print(e.decide([DecisionRequest('s', {'q': Noul('?')})])[0]['q'].value)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"max_round_tokens": 0}, "max_round_tokens"),
+        ({"max_prompt_tokens": -1}, "max_prompt_tokens"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**options).resolve_device()

@@ -1,0 +1,71 @@
+"""The package as an importer and a packager see it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import flide
+
+ROOT = Path(__file__).parents[1]
+# `flide-torch` is ours; the bare name on the index is another project.
+INSTALL_BARE_NAME = re.compile(r"(pip|uv|poetry|conda)\s+(install|add)\s+(-\S+\s+)*['\"]?flide(?!-torch)\b")
+
+
+def test_all_names_exist_and_are_sorted() -> None:
+    assert flide.__all__ == sorted(flide.__all__, key=lambda name: (not name[0].isupper(), name))
+    for name in flide.__all__:
+        assert getattr(flide, name) is not None
+
+
+@pytest.mark.parametrize("module", ["flide.models", "flide.layers", "flide.ops", "flide.runtime"])
+def test_submodules_say_what_is_public(module: str) -> None:
+    imported = __import__(module, fromlist=["__all__"])
+    assert all(hasattr(imported, name) for name in imported.__all__)
+
+
+def test_import_needs_neither_server_nor_trainer_nor_triton() -> None:
+    code = """
+import sys
+blocked = ("triton", "fastapi", "uvicorn", "starlette", "accelerate", "flide.serve", "flide.train")
+sys.modules.update(dict.fromkeys(blocked))  # None: importing it raises, looking for it finds nothing
+import flide
+with flide.Engine.default(flide.EngineConfig(device="cpu")) as engine:
+    request = flide.DecisionRequest("s", {"q": flide.Noul("?")})
+    assert 0 <= engine.decide([request])[0]["q"].value <= 1
+assert all(sys.modules[name] is None for name in blocked)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_light_and_silent() -> None:
+    code = "import sys, flide; assert 'transformers' not in sys.modules, 'transformers is imported with flide'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_logger_is_quiet_by_default() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("flide").handlers)
+
+
+def test_the_package_is_typed_and_named() -> None:
+    assert (ROOT / "flide" / "py.typed").is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "flide-torch"
+    assert set(project["optional-dependencies"]) >= {"serve", "train", "bench", "test"}
+
+
+def test_nothing_tells_people_to_install_the_other_project() -> None:
+    texts = [
+        p for p in ROOT.rglob("*") if p.suffix in {".md", ".py", ".toml", ".yml", ".sh"} and ".venv" not in p.parts
+    ]
+    assert len(texts) > 20
+    guilty = [str(p) for p in texts if INSTALL_BARE_NAME.search(p.read_text(encoding="utf-8"))]
+    assert guilty == []
