@@ -16,7 +16,7 @@ from flide.errors import CheckpointError, FlideError, RequestError
 from flide.models import AutoModelForDecision
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import ChoiceAnswer, Decision, NoulAnswer, ScoreAnswer, Usage
-from flide.runtime.engine import Engine
+from flide.runtime.engine import Engine, embedded_model_directory
 from flide.runtime.request import Choice, DecisionRequest, Noul, Score
 from flide.runtime.rounds import ModelOutputError
 from flide.version import __version__
@@ -41,4 +41,5 @@ __all__ = [
     "ScoreAnswer",
     "Usage",
     "__version__",
+    "embedded_model_directory",
 ]
