@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.overrides import enable_reentrant_dispatch
 
 
@@ -32,10 +31,6 @@ def recompute_gradients(
     )
 
 
-class _PassThrough(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
 @contextmanager
 def _recording() -> Iterator[None]:
     """Autograd on, inside an op.
@@ -47,5 +42,5 @@ def _recording() -> Iterator[None]:
         if torch.empty(0, requires_grad=True).sum().requires_grad:
             yield
         else:
-            with enable_reentrant_dispatch(), _PassThrough(), torch.enable_grad():
+            with enable_reentrant_dispatch(), torch._C._DisableTorchDispatch(), torch.enable_grad():
                 yield

@@ -56,6 +56,8 @@ class StreamCapacity:
 class TrunkCache:
     """What a trunk resumes from and what it saves. The default is a fresh trunk that saves nothing.
 
+    Resuming and saving need a model with pools (``allocate_pools``): without them the cached part is not there to read.
+
     Attributes:
         length: tokens the checkpoint covers; the tree's trunk holds only the tokens after them.
         slot: state-pool slot of that checkpoint (slot 0 is the permanent zero state).
@@ -325,6 +327,8 @@ def _trunk(tree: TokenTree, cache: TrunkCache, request: int) -> _Segment:
         raise ValueError(f"a trunk of {total} tokens needs {-(-total // PAGE_SIZE)} pages, got {len(cache.pages)}")
     if cache.length and not (cache.slot and cache.pages):
         raise ValueError("a resumed trunk needs the slot and the pages of its checkpoint")
+    if cache.slot and not cache.length:
+        raise ValueError("a trunk that resumes nothing starts from the zero state, slot 0")
     if len(cache.saves) > MAX_SAVES:
         raise ValueError(f"a trunk saves at most {MAX_SAVES} checkpoints a round, got {len(cache.saves)}")
     for length, slot in cache.saves:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flide.models import Qwen35ForDecision
-from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
+from flide.runtime import ForkMetadata, StreamCapacity
 from tests.oracle import isolated_logits, prompts_of, random_tree, tiny_transformers_model
 from tests.tolerance import LOGITS_FP32
 
