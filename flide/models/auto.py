@@ -41,12 +41,12 @@ def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
     Raises:
         CheckpointError: none is registered; names what was asked for and what there is.
     """
-    architectures = config.get("architectures") or []
-    names = [*architectures, config.get("model_type")] if isinstance(architectures, list) else []
+    architectures = config.get("architectures")
+    names = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
     for name in names:
         if isinstance(name, str) and name in _FAMILIES:
             return _FAMILIES[name]
-    asked = ", ".join(str(name)[:80] for name in names if name) or "none"
+    asked = ", ".join(str(name)[:80] for name in names if name)[:400] or "none"
     raise CheckpointError(f"no model family for architecture {asked}; supported: {', '.join(sorted(_FAMILIES))}")
 
 

@@ -16,6 +16,7 @@ LIMITS = {
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 19,
     "num_hidden_layers": 1024,
+    "full_attention_interval": 1024,
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
     "head_dim": 4096,
@@ -41,8 +42,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not hold an object")
     return config

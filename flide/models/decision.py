@@ -17,6 +17,7 @@ from flide.layers.norm import KeepFloat32
 from flide.models.config import read_config
 from flide.models.weights import (
     StoredTensor,
+    holds,
     list_tensors,
     match_tensors,
     resolve_directory,
@@ -111,9 +112,13 @@ class ForDecision(nn.Module):
         """
         directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
         model = cls.on_meta(read_config(directory))
-        matched = model.match(list_tensors(directory))
+        stored = list_tensors(directory)
+        matched = model.match(stored)
         _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
         stream_weights(model.checkpoint_tensors(), matched)
+        head = stored.get("lm_head.weight") if model.config.tie_word_embeddings else None
+        if head is not None and not holds(head, model.lm_head.weight):
+            raise CheckpointError("tie_word_embeddings is true, but lm_head.weight is not the embedding")
         return model.eval()
 
     def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -208,13 +213,14 @@ def config_fields(config: Any, *, text_key: str = "text_config") -> dict[str, An
     fields = config if isinstance(config, dict) else getattr(config, "to_dict", dict)()
     if not isinstance(fields, dict) or not fields:
         raise CheckpointError(f"not a transformers config: {type(config).__name__}")
-    if fields.get("quantization_config"):
-        raise CheckpointError("quantized checkpoints are not supported (config.json has a quantization_config)")
     text = fields.get(text_key, fields)
     if not isinstance(text, dict):
         raise CheckpointError(f"{text_key} must be an object")
-    # Multimodal files keep the tie at the top level.
-    return {"tie_word_embeddings": fields.get("tie_word_embeddings", False), **text}
+    if fields.get("quantization_config") or text.get("quantization_config"):
+        raise CheckpointError("quantized checkpoints are not supported (config.json has a quantization_config)")
+    # In multimodal files the top level decides about the tie; the text part's own value can be a mere default.
+    tie = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
+    return {**text, **tie}
 
 
 def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

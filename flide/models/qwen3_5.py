@@ -52,16 +52,25 @@ class Qwen35Config:
         read.only("hidden_act", "silu")
         read.only("attention_bias", False)
         read.only("attn_output_gate", True)
+        read.only("rope_scaling", None)  # the old name of rope_parameters; transformers lets it win
         read.divides("num_key_value_heads", "num_attention_heads")
         read.divides("linear_num_key_heads", "linear_num_value_heads")
         num_layers = read.size("num_hidden_layers")
-        layer_types = fields.get("layer_types") or [FULL if i % 4 == 3 else LINEAR for i in range(num_layers)]
-        if len(layer_types) != num_layers or not set(layer_types) <= {FULL, LINEAR}:
+        layer_types = fields.get("layer_types")
+        if layer_types is None:
+            period = read.size("full_attention_interval") if "full_attention_interval" in fields else 4
+            layer_types = [LINEAR if (i + 1) % period else FULL for i in range(num_layers)]
+        if (
+            not isinstance(layer_types, list | tuple)
+            or len(layer_types) != num_layers
+            or not all(layer_type in (FULL, LINEAR) for layer_type in layer_types)
+        ):
             raise CheckpointError(f"Qwen3.5 config: layer_types must be {num_layers} of {FULL} and {LINEAR}")
         rope = read.section("rope_parameters")
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(f"Qwen3.5 config: rope_type {rope['rope_type']!r} is not supported (only 'default')")
-        partial = read.number("partial_rotary_factor", 1.0, fields=rope)
+        for key in ("rope_type", "type"):
+            ConfigReader(rope, "Qwen3.5 config: rope_parameters").only(key, "default")
+        # Some files say it beside the rope parameters; transformers' own default is 0.25.
+        partial = read.number("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25), fields=rope)
         rotary_dim = int(read.size("head_dim") * partial)
         section = rope.get("mrope_section")
         if section is not None and not (

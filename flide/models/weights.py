@@ -20,7 +20,10 @@ from flide.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_INDEX_BYTES = 256 << 20
+# Pages read through a mapping stay resident until it is closed: map anew before they are a second copy of the model.
+MAPPED_BYTES = 64 << 20
 HUB_FILES = (
     "config.json",
     "*.safetensors",
@@ -51,11 +54,15 @@ def resolve_directory(
     Raises:
         CheckpointError: neither a directory nor a Hub id that can be had.
     """
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
     name = str(path)
-    if directory.exists():
+    try:
+        directory = Path(path).expanduser()
+        if directory.is_dir():
+            return directory
+        is_file = directory.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user's home
+        raise CheckpointError(f"{name[:80]} cannot be a directory or a Hub id") from error
+    if is_file:
         raise CheckpointError(f"{name} is a file; a model is a directory or a Hub id")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise CheckpointError(f"{name} is neither a directory nor a Hub id of the form 'organisation/model'")
@@ -93,11 +100,12 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
             directory.
     """
     index = directory / INDEX_NAME
-    if index.is_file():
+    weight_map: dict[str, str] | None = None
+    if (directory / SINGLE_NAME).is_file():  # before an index, as transformers has it
+        files = [SINGLE_NAME]
+    elif index.is_file():
         weight_map = _read_index(index)
         files = sorted(set(weight_map.values()))
-    elif (directory / SINGLE_NAME).is_file():
-        weight_map, files = None, [SINGLE_NAME]
     else:
         others = sorted(p.name for p in directory.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".gguf"})
         hint = f" ({others[0]} is not read: only safetensors are)" if others else ""
@@ -165,7 +173,8 @@ def match_tensors(
     renames, ignored, optional = list(renames), list(ignored), set(optional)
     matched: dict[str, StoredTensor] = {}
     problems: list[str] = []
-    unexpected, wrong = [], []
+    unexpected: list[str] = []
+    wrong: dict[str, str] = {}
     for key, tensor in stored.items():
         if any(re.match(pattern, key) for pattern in ignored):
             continue
@@ -177,21 +186,18 @@ def match_tensors(
         elif name in matched:
             problems.append(f"{key} and {matched[name].key} are both {name}")
         elif tensor.shape != tuple(expected[name].shape):
-            wrong.append(f"{key} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
+            wrong[name] = f"{key} is {list(tensor.shape)}, expected {list(expected[name].shape)}"
         elif tensor.dtype not in _FLOAT_DTYPES:
-            wrong.append(f"{key} is {tensor.dtype}, expected a float type")
+            wrong[name] = f"{key} is {tensor.dtype}, expected a float type"
         else:
             matched[name] = tensor
-    wrong_names = {entry.partition(" ")[0] for entry in wrong}
-    for pattern, replacement in renames:
-        wrong_names = {re.sub(pattern, replacement, name) for name in wrong_names}
-    missing = sorted(set(expected) - set(matched) - optional - wrong_names)
+    missing = sorted(set(expected) - set(matched) - optional - set(wrong))
     if missing:
         problems.append(f"missing: {_some(missing)}")
     if unexpected:
         problems.append(f"unexpected: {_some(sorted(unexpected))}")
     if wrong:
-        problems.append(f"wrong: {_some(sorted(wrong))}")
+        problems.append(f"wrong: {_some(sorted(wrong.values()))}")
     if problems:
         raise CheckpointError("the checkpoint does not fit its config; " + "; ".join(problems))
     return matched
@@ -204,17 +210,32 @@ def stream_weights(targets: Mapping[str, Tensor], sources: Mapping[str, StoredTe
         by_file.setdefault(tensor.file, []).append(name)
     with torch.no_grad():
         for path, names in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    targets[name].copy_(file.get_tensor(sources[name].key))
+            while names:
+                mapped = 0
+                with safe_open(path, framework="pt") as file:
+                    while names and mapped < MAPPED_BYTES:
+                        name = names.pop()
+                        targets[name].copy_(file.get_tensor(sources[name].key))
+                        mapped += targets[name].nbytes
+
+
+def holds(tensor: StoredTensor, value: Tensor) -> bool:
+    """Whether a stored tensor, in the dtype of ``value``, equals it."""
+    if tensor.shape != tuple(value.shape):
+        return False
+    with safe_open(tensor.file, framework="pt") as file:
+        return torch.equal(file.get_tensor(tensor.key).to(value.dtype), value.detach().cpu())
 
 
 def save_checkpoint(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write config.json and (sharded) safetensors the way transformers reads them."""
+    """Write config.json and (sharded) safetensors the way transformers reads them; an earlier save is replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
+    for path in directory.iterdir():
+        if path.name in (SINGLE_NAME, INDEX_NAME) or SHARD_NAME.fullmatch(path.name):
+            path.unlink()
     for name, keys in split.filename_to_tensors.items():
         shard = {key: tensors[key].detach().cpu().contiguous() for key in keys}
         save_file(shard, directory / name, metadata={"format": "pt"})
