@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-import torch
-
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+# Waiting threads must not spin: on a shared machine they take the time of the ones that work. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(scope="session")
