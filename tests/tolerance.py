@@ -14,3 +14,5 @@ LOW_PRECISION_BUDGET = 2.0
 BF16_ERROR_RATIO = 1.1
 # float32 pointwise arithmetic in another order: a few units in the last place.
 FP32_ROUNDING = 1e-6
+# bfloat16 kernels against float64, relative to the error that rounding the exact result to bfloat16 makes.
+KERNEL_BUDGET = 3.0

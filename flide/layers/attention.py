@@ -110,12 +110,15 @@ class ForkAttention(nn.Module):
             segment_starts=meta.segment_starts,
             segment_pages=meta.segment_pages,
             page_table=meta.page_table,
+            row_segments=meta.row_segments,
             scale=self.scale,
             window=self.window,
             query_rows=query_rows,
+            schedule=meta.schedule,
+            depth=meta.capacity.depth,
         )
 
-    def allocate_pools(self, *, pages: int, slots: int) -> None:
+    def allocate_pools(self, *, pages: int) -> None:
         """Give the layer a KV pool of ``pages`` pages, in the dtype and on the device of its weights."""
         self.kv_pool = self.k_proj.weight.new_zeros(pages, 2, self.num_kv_heads, PAGE_SIZE, self.head_dim)
 

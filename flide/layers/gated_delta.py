@@ -30,11 +30,13 @@ class ForkGatedDeltaNet(KeepFloat32):
     Attributes:
         A_log: ``[N]`` log decay rate, float32 in every dtype of the model.
         state_pool: ``[slots, N, K, V]`` float32, conv_pool: ``[slots, W - 1, C]`` when pools were allocated, else None.
+        scratch: ``[parents, N, K, V]`` float32 states that children of one round start from; layers may share it.
     """
 
-    float32_names = ("A_log", "state_pool")
+    float32_names = ("A_log", "state_pool", "scratch")
     state_pool: Tensor | None
     conv_pool: Tensor | None
+    scratch: Tensor | None
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class ForkGatedDeltaNet(KeepFloat32):
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
         self.register_buffer("state_pool", None, persistent=False)
         self.register_buffer("conv_pool", None, persistent=False)
+        self.register_buffer("scratch", None, persistent=False)
 
     def forward(
         self,
@@ -84,7 +87,7 @@ class ForkGatedDeltaNet(KeepFloat32):
 
     def delta_rule(self, qkv_TC: Tensor, a_TN: Tensor, b_TN: Tensor, meta: ForkMetadata) -> Tensor:
         """Convolution, gates and recurrence: ``[T, N, V]``. "A branch starts from its parent's state" lives here."""
-        if self.state_pool is None or self.conv_pool is None:
+        if self.state_pool is None or self.conv_pool is None or self.scratch is None:
             return fork_gated_delta(
                 qkv_TC,
                 a_TN,
@@ -107,22 +110,30 @@ class ForkGatedDeltaNet(KeepFloat32):
             dt_bias_N=self.dt_bias,
             state_pool=self.state_pool,
             conv_pool=self.conv_pool,
+            scratch=self.scratch,
             segment_offsets=meta.segment_offsets,
             segment_parents=meta.segment_parents,
             initial_slots=meta.initial_slots,
+            final_slots=meta.final_slots,
             save_rows=meta.save_rows,
             save_slots=meta.save_slots,
             num_key_heads=self.num_key_heads,
             key_dim=self.key_dim,
             beta_scale=self.beta_scale,
+            schedule=meta.schedule,
+            depth=meta.capacity.depth,
         )
 
-    def allocate_pools(self, *, pages: int, slots: int) -> None:
-        """Give the layer state and conv pools of ``slots`` checkpoints, on the device of its weights."""
+    def allocate_pools(self, *, slots: int, parents: int = 0, scratch: Tensor | None = None) -> None:
+        """Give the layer pools of ``slots`` checkpoints and scratch for ``parents`` segments with children, on the
+        device of its weights. ``scratch`` of that shape from another layer is shared."""
         channels, _, width = self.conv1d.weight.shape
-        shape = (slots, self.num_value_heads, self.key_dim, self.value_dim)
-        self.state_pool = self.A_log.new_zeros(shape, dtype=torch.float32)
+        shape = (self.num_value_heads, self.key_dim, self.value_dim)
+        self.state_pool = self.A_log.new_zeros((slots, *shape), dtype=torch.float32)
         self.conv_pool = self.conv1d.weight.new_zeros(slots, width - 1, channels)
+        if scratch is None or scratch.shape != (parents, *shape):
+            scratch = self.A_log.new_zeros((parents, *shape), dtype=torch.float32)
+        self.scratch = scratch
 
     def reset_parameters(self) -> None:
         """Decay rates uniform in (0, 16), as the published models were initialised."""

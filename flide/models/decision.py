@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flide.errors import CheckpointError
+from flide.layers.attention import ForkAttention
+from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.layers.norm import KeepFloat32
 from flide.models.config import read_config
 from flide.models.weights import (
@@ -158,12 +160,21 @@ class ForDecision(nn.Module):
         cap = self.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def allocate_pools(self, *, pages: int, slots: int) -> None:
-        """Give every mixer its checkpoint pools: ``pages`` KV pages and ``slots`` recurrent states (slot 0 is zero)."""
+    def allocate_pools(self, *, pages: int, slots: int = 1, parents: int = 0) -> None:
+        """Give every mixer its pools. The CUDA kernels need them.
+
+        Args:
+            pages: KV pages of each attention layer.
+            slots: recurrent states of each recurrent layer; slot 0 is the zero state.
+            parents: segments with children that one round may hold (on CUDA; scratch shared by the recurrent layers).
+        """
+        scratch: Tensor | None = None
         for module in self.modules():
-            allocate = getattr(module, "allocate_pools", None)
-            if allocate is not None and module is not self:
-                allocate(pages=pages, slots=slots)
+            if isinstance(module, ForkAttention):
+                module.allocate_pools(pages=pages)
+            elif isinstance(module, ForkGatedDeltaNet):
+                module.allocate_pools(slots=slots, parents=parents, scratch=scratch)
+                scratch = module.scratch
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers under the checkpoint's names; a tied head is left out."""

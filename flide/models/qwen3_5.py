@@ -17,6 +17,7 @@ from flide.layers.attention import select_rows
 from flide.models.auto import register
 from flide.models.config import ConfigReader
 from flide.models.decision import ForDecision, config_fields
+from flide.ops.fork_schedule import query_block, with_schedule
 from flide.runtime.metadata import ForkMetadata
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -172,6 +173,8 @@ class Qwen35Model(nn.Module):
 
     def __init__(self, config: Qwen35Config) -> None:
         super().__init__()
+        self.conv_width = config.linear_conv_kernel_dim
+        self.query_block = query_block(config.num_attention_heads // config.num_key_value_heads)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Qwen35Layer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
@@ -181,6 +184,7 @@ class Qwen35Model(nn.Module):
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
         """Final hidden states ``[N, D]``; the last layer computes nothing but what its readout rows need."""
+        meta = with_schedule(meta, conv_width=self.conv_width, query_block=self.query_block)
         rotary = self.rotary(meta.positions)
         hidden_states = self.embed_tokens(tokens_T)
         for layer in self.layers[:-1]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flide.runtime.tree import MAX_DEPTH, TokenTree
+
+if TYPE_CHECKING:
+    from flide.ops.fork_schedule.reference import ForkSchedule
 
 PAGE_SIZE = 64  # rows of a KV page, and the key block of the kernels
 MAX_SAVES = 4  # checkpoints one trunk may save in one round
@@ -31,16 +35,20 @@ class StreamCapacity:
         segments: trunks, branches and leaves together.
         readouts: readout rows.
         pages: entries of the page table (0 when no KV pool is used).
+        depth: levels of the trees, 2 or 3; the kernels run one pass per level.
     """
 
     tokens: int
     segments: int
     readouts: int
     pages: int = 0
+    depth: int = 2
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.segments, self.readouts) < 1 or self.pages < 0:
             raise ValueError(f"a stream capacity needs positive sizes, got {self}")
+        if self.depth not in (2, MAX_DEPTH):
+            raise ValueError(f"trees have 2 or {MAX_DEPTH} levels, got {self.depth}")
 
     def holds(self, other: StreamCapacity) -> bool:
         """Whether a round of size ``other`` fits."""
@@ -49,6 +57,7 @@ class StreamCapacity:
             and other.segments <= self.segments
             and other.readouts <= self.readouts
             and other.pages <= self.pages
+            and other.depth <= self.depth
         )
 
 
@@ -94,12 +103,12 @@ class ForkMetadata:
         positions        [0 1 2 3 4 3 0 0]  (three equal rows)
         row_segments     [0 0 0 1 1 2 -1 -1]
         segment_offsets  [0 3 5 6 6]
-        segment_parents  [-1 0 0 -1]         segment_levels [0 1 1 0]
+        segment_parents  [-1 0 0 -1]         segment_levels [0 1 1 -1]
         segment_starts   [0 3 3 0]           final_slots    [0 -1 -1 -1]
         readout_rows     [4 5 0 0]
 
     Attributes:
-        capacity: sizes the arrays were laid out for. Never read in a model's forward.
+        capacity: sizes the arrays were laid out for. A model's forward reads none of it but ``depth``.
         arena: all fields (and the token ids) as one int32 tensor: a round is one copy.
         tokens: ``[T]`` token ids; padding 0.
         positions: ``[3, T]`` rotary positions (time, height, width: equal for text). Branches continue at the trunk's
@@ -107,16 +116,17 @@ class ForkMetadata:
         row_segments: ``[T]`` segment of each row; padding -1.
         segment_offsets: ``[S + 1]`` row boundaries, ``cu_seqlens`` style; the last entry is the number of active rows.
         segment_parents: ``[S]`` segment it forks from; -1 for trunks and unused segments.
-        segment_levels: ``[S]`` 0 trunk, 1 branch, 2 leaf.
+        segment_levels: ``[S]`` 0 trunk, 1 branch, 2 leaf; unused -1.
         segment_starts: ``[S]`` tokens before the segment's first row on its own path; for a trunk, the cached length.
         initial_slots: ``[S]`` state-pool slot a trunk starts from; 0, the zero state, for everything fresh.
         final_slots: ``[S]`` scratch slot for the final state, numbered from 0 over segments with children; -1 none.
-        save_rows: ``[S, MAX_SAVES]`` stream row after which the state is saved; -1 none.
+        save_rows: ``[S, MAX_SAVES]`` stream rows after which the state is saved, ascending; -1 none.
         save_slots: ``[S, MAX_SAVES]`` state-pool slot that save goes to; -1 none.
         segment_pages: ``[S]`` first entry of the segment's pages in ``page_table``; -1 none.
         page_table: ``[G]`` KV page numbers; -1 unused.
         readout_rows: ``[N]`` rows whose final hidden state is read, in depth-first order of the trees (request by
             request, each branch before its leaves, the next branch after them); unused 0.
+        schedule: work lists of the GPU kernels, added by a model's forward; None on the host and on the CPU.
     """
 
     capacity: StreamCapacity
@@ -135,6 +145,7 @@ class ForkMetadata:
     segment_pages: Tensor
     page_table: Tensor
     readout_rows: Tensor
+    schedule: ForkSchedule | None = None
 
     @classmethod
     def allocate(
@@ -179,6 +190,7 @@ class ForkMetadata:
             segments=max(1, len(segments)),
             readouts=max(1, sum(len(rows) for rows in readouts)),
             pages=sum(len(s.cache.pages) for s in segments),
+            depth=max(2, 1 + max((s.level for s in segments), default=0)),
         )
         capacity = capacity or needed
         if not capacity.holds(needed):
@@ -188,7 +200,7 @@ class ForkMetadata:
         return meta
 
     def _fill(self, segments: list[_Segment], readouts: list[tuple[int, ...]]) -> None:
-        view = {f.name: getattr(self, f.name).numpy() for f in fields(self) if f.name not in ("capacity", "arena")}
+        view = {f.name: getattr(self, f.name).numpy() for f in fields(self) if f.name in _shapes(self.capacity)}
         lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
         ends = np.cumsum(lengths)
         offsets = ends - lengths
@@ -210,7 +222,7 @@ class ForkMetadata:
 
         page = 0
         for i, s in enumerate(segments):
-            for k, (length, slot) in enumerate(s.cache.saves):
+            for k, (length, slot) in enumerate(sorted(s.cache.saves)):
                 view["save_rows"][i, k] = offsets[i] + length - s.start - 1
                 view["save_slots"][i, k] = slot
             if s.cache.pages:
@@ -233,12 +245,13 @@ class ForkMetadata:
 
     @classmethod
     def _over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
-        views, at = {}, _HEADER
+        views: dict[str, Tensor] = {}
+        at = _HEADER
         for name, shape in _shapes(capacity).items():
             count = int(np.prod(shape))
             views[name] = arena[at : at + count].view(shape)
             at += _padded(shape)
-        return cls(capacity=capacity, arena=arena, **views)
+        return cls(capacity=capacity, arena=arena, schedule=None, **views)
 
     def check(self) -> None:
         """Assert the invariants of a host copy (tests and debugging; never on a device in service)."""
@@ -251,7 +264,7 @@ class ForkMetadata:
         assert rows <= self.capacity.tokens, "active rows fit the capacity"
         for i, (parent, level) in enumerate(zip(parents, levels, strict=True)):
             begin, end = offsets[i], offsets[i + 1]
-            assert (parent == -1) == (level == 0), "trunks and unused segments have no parent"
+            assert (parent == -1) == (level < 1), "trunks and unused segments have no parent"
             if parent >= 0:
                 assert parent < i, "parents come first"
                 assert levels[parent] == level - 1, "a child is one level below its parent"
@@ -266,6 +279,7 @@ class ForkMetadata:
 _FILLED_WITH_MINUS_ONE = (
     "row_segments",
     "segment_parents",
+    "segment_levels",
     "final_slots",
     "save_rows",
     "save_slots",

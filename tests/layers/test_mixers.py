@@ -193,6 +193,13 @@ def test_delta_net_subclass_may_change_what_enters_the_rule() -> None:
     assert torch.equal(changed(hidden, None, meta), plain(hidden, None, meta))
 
 
+def allocate_pools(mixer: nn.Module, *, pages: int, slots: int) -> None:
+    if isinstance(mixer, ForkGatedDeltaNet):
+        mixer.allocate_pools(slots=slots, parents=3)
+    else:
+        mixer.allocate_pools(pages=pages)
+
+
 @mixers
 @small_trees
 def test_pools_change_nothing_for_a_fresh_round(make: Callable[[], nn.Module], shapes: list[Shape]) -> None:
@@ -202,7 +209,7 @@ def test_pools_change_nothing_for_a_fresh_round(make: Callable[[], nn.Module], s
     hidden, rotary = round_of(meta)
     without = mixer(hidden, rotary, meta)
     selected = mixer(hidden, rotary, meta, meta.readout_rows)
-    mixer.allocate_pools(pages=POOL_PAGES, slots=2)
+    allocate_pools(mixer, pages=POOL_PAGES, slots=2)
     assert torch.equal(mixer(hidden, rotary, meta), without)
     assert torch.equal(mixer(hidden, rotary, meta, meta.readout_rows), selected)
 
@@ -215,7 +222,7 @@ def test_resumed_trunk_equals_a_fresh_one(make: Callable[[], nn.Module], length:
     fresh = pack([(total, branches)], caches=[TrunkCache(pages=pages, saves=((length, 1),))])
     resumed = pack([(total - length, branches)], caches=[TrunkCache(length, slot=1, pages=pages)])
     mixer = randomised(make())
-    mixer.allocate_pools(pages=POOL_PAGES, slots=2)
+    allocate_pools(mixer, pages=POOL_PAGES, slots=2)
     hidden, rotary = round_of(fresh)
     expected = mixer(hidden, rotary, fresh)[length:]
     suffix = RotaryTables(rotary.cos_TF[length:], rotary.sin_TF[length:])
@@ -226,10 +233,11 @@ def test_resumed_trunk_equals_a_fresh_one(make: Callable[[], nn.Module], length:
 def test_pools_have_the_layers_dtype_and_are_not_saved(make: Callable[[], nn.Module]) -> None:
     mixer = randomised(make()).bfloat16()
     saved = set(mixer.state_dict())
-    mixer.allocate_pools(pages=3, slots=5)
+    allocate_pools(mixer, pages=3, slots=5)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in mixer.named_buffers()}
     if isinstance(mixer, ForkGatedDeltaNet):
         expected = {"state_pool": ((5, 4, 8, 12), torch.float32), "conv_pool": ((5, 3, 80), torch.bfloat16)}
+        expected["scratch"] = ((3, 4, 8, 12), torch.float32)
     else:
         expected = {"kv_pool": ((3, 2, KV_HEADS, 64, HEAD_DIM), torch.bfloat16)}
     assert shapes == expected
@@ -256,7 +264,7 @@ def test_one_compilation_serves_rounds_of_one_capacity(make: Callable[[], nn.Mod
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     rounds: list[list[Shape]] = [[(3, [2, 1]), (0, [4])], [(10, [2])], [(1, [(1, [1, 2]), 3])]]
     for k, shapes in enumerate(rounds):
-        meta = pack(shapes, capacity=StreamCapacity(14, 7, 5))
+        meta = pack(shapes, capacity=StreamCapacity(14, 7, 5, depth=3))
         hidden, rotary = round_of(meta)
         with torch.compiler.set_stance("fail_on_recompile" if k else "default"):
             out = compiled(hidden, rotary, meta, meta.readout_rows)

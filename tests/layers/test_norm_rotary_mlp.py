@@ -200,10 +200,10 @@ def test_delta_net_keeps_decay_rate_and_states_in_float32(cast: Any) -> None:
     mixer = ForkGatedDeltaNet(16, 1, 2, 4, 4)
     mixer.reset_parameters()
     mixer.norm.reset_parameters()
-    mixer.allocate_pools(pages=1, slots=2)
+    mixer.allocate_pools(slots=2, parents=1)
     rate = mixer.A_log.detach().clone()
     dtypes = {name: x.dtype for name, x in [*cast(mixer).named_parameters(), *mixer.named_buffers()]}
-    kept = {"A_log", "norm.weight", "state_pool"}
+    kept = {"A_log", "norm.weight", "state_pool", "scratch"}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == kept
     assert torch.equal(mixer.A_log, rate)
 

@@ -18,7 +18,8 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler on the CPU"
 )
 VOCAB = 97
-CAPACITY = StreamCapacity(tokens=160, segments=24, readouts=20)
+CAPACITY = StreamCapacity(tokens=160, segments=24, readouts=20, depth=3)
+OTHER_CAPACITY = StreamCapacity(tokens=96, segments=40, readouts=32, depth=3)
 ROUNDS: dict[str, list[tuple[int, list[Any]]]] = {
     "one": [(9, [3])],
     "three": [(0, [65, 2]), (30, [1, 2]), (2, [4, 3])],
@@ -87,8 +88,8 @@ def test_one_dynamic_graph_serves_every_capacity(models: Any) -> None:
     compiled = Counting(model, dynamic=True)
     for name, capacity in [
         ("three", CAPACITY),
-        ("many", StreamCapacity(tokens=96, segments=40, readouts=32)),
-        ("deep", StreamCapacity(tokens=333, segments=17, readouts=9)),
+        ("many", OTHER_CAPACITY),
+        ("deep", StreamCapacity(tokens=333, segments=17, readouts=9, depth=3)),
     ]:
         trees, meta = pack(name, capacity)
         assert_matches(hf, model, trees, compiled(meta))
@@ -101,7 +102,7 @@ def test_inductor_matches_isolated_prompts(models: Any, mode: str) -> None:
     hf, model = models
     compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)
     with torch.no_grad():
-        for name, capacity in [("three", CAPACITY), ("many", StreamCapacity(tokens=96, segments=40, readouts=32))]:
+        for name, capacity in [("three", CAPACITY), ("many", OTHER_CAPACITY)]:
             trees, meta = pack(name, capacity)
             assert_matches(hf, model, trees, compiled(meta.tokens, meta))
         with torch.compiler.set_stance("fail_on_recompile"):

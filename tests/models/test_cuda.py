@@ -31,7 +31,7 @@ def load(hf: Any, dtype: torch.dtype) -> Qwen35ForDecision:
 @torch.no_grad()
 def logits_of(model: Qwen35ForDecision, trees: list[Any]) -> torch.Tensor:
     needed = ForkMetadata.pack(trees).capacity
-    capacity = StreamCapacity(needed.tokens + 13, needed.segments + 3, needed.readouts)
+    capacity = StreamCapacity(needed.tokens + 13, needed.segments + 3, needed.readouts, depth=needed.depth)
     meta = ForkMetadata.pack(trees, capacity=capacity, pin_memory=True).to("cuda", non_blocking=True)
     return model.label_logits(model(meta.tokens, meta), model.label_rows(list(range(VOCAB)))).cpu()
 

@@ -54,7 +54,8 @@ def test_branch_matches_isolated_prompt(models: Any, shapes: list[Any], padding:
     meta = ForkMetadata.pack(trees)
     if padding:
         c = meta.capacity
-        meta = ForkMetadata.pack(trees, capacity=StreamCapacity(c.tokens + padding, c.segments + 9, c.readouts + 5))
+        capacity = StreamCapacity(c.tokens + padding, c.segments + 9, c.readouts + 5, depth=c.depth)
+        meta = ForkMetadata.pack(trees, capacity=capacity)
     meta.check()
     logits = readout_logits(model, meta)
     expected = [isolated_logits(hf, prompt) for tree in trees for prompt in prompts_of(tree)]

@@ -60,7 +60,9 @@ def pack(
     meta = ForkMetadata.pack(trees, capacity=capacity, caches=caches)
     if padding:
         c = meta.capacity
-        capacity = StreamCapacity(c.tokens + padding, c.segments + padding, c.readouts + padding, c.pages + padding)
+        capacity = StreamCapacity(
+            c.tokens + padding, c.segments + padding, c.readouts + padding, c.pages + padding, c.depth
+        )
         meta = ForkMetadata.pack(trees, capacity=capacity, caches=caches)
     meta.check()
     return meta

@@ -99,9 +99,11 @@ def delta_cached(
         dt_bias_N=dt_bias,
         state_pool=state_pool,
         conv_pool=conv_pool,
+        scratch=state_pool[:0].float(),
         segment_offsets=meta.segment_offsets,
         segment_parents=meta.segment_parents,
         initial_slots=meta.initial_slots,
+        final_slots=meta.final_slots,
         save_rows=meta.save_rows,
         save_slots=meta.save_slots,
         **{**HEADS, **options},
@@ -453,8 +455,9 @@ def op_arguments(name: str, *, layout: str = "contiguous", dtype: torch.dtype = 
     if name == "fork_gated_delta_backward":
         return grad, *inputs, *tree, *sizes
     state_pool, conv_pool = pools(inputs)
-    saves = (meta.initial_slots, meta.save_rows, meta.save_slots)
-    return *inputs, state_pool.float(), conv_pool.to(dtype), *tree, *saves, *sizes
+    scratch = torch.zeros(2, *state_pool.shape[1:])
+    slots = (meta.initial_slots, meta.final_slots, meta.save_rows, meta.save_slots)
+    return *inputs, state_pool.float(), conv_pool.to(dtype), scratch, *tree, *slots, [], *sizes, 3
 
 
 OPS = ("fork_gated_delta", "fork_gated_delta_backward", "fork_gated_delta_cached")
@@ -501,7 +504,7 @@ def same_capacity(shapes: list[Shape], *, tokens: int = 14) -> ForkMetadata:
     """A round of one capacity whose trunks save after their last token."""
     saves = [((length, 2 + i),) if length else () for i, (length, _) in enumerate(shapes)]
     caches = [TrunkCache(saves=s) for s in saves]
-    return pack(shapes, capacity=StreamCapacity(tokens, 7, 5, 4), caches=caches)
+    return pack(shapes, capacity=StreamCapacity(tokens, 7, 5, 4, depth=3), caches=caches)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

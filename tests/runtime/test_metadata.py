@@ -17,10 +17,12 @@ from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
 from flide.runtime.tree import longest_common_prefix
 from tests.oracle import prompts_of
 
-ARRAYS = tuple(f.name for f in fields(ForkMetadata) if f.name not in ("capacity", "arena"))
+ARRAYS = tuple(f.name for f in fields(ForkMetadata) if f.name not in ("capacity", "arena", "schedule"))
 INERT = {  # what an unused place of each array holds
     **dict.fromkeys(ARRAYS, 0),
-    **dict.fromkeys(("row_segments", "segment_parents", "final_slots", "save_rows", "save_slots"), -1),
+    **dict.fromkeys(
+        ("row_segments", "segment_parents", "segment_levels", "final_slots", "save_rows", "save_slots"), -1
+    ),
     **dict.fromkeys(("segment_pages", "page_table"), -1),
 }
 
@@ -148,7 +150,7 @@ def test_a_round_survives_packing(trees: list[TokenTree], padding: int) -> None:
     meta = ForkMetadata.pack(trees)
     if padding:
         c = meta.capacity
-        meta = ForkMetadata.pack(trees, capacity=StreamCapacity(*(n + padding for n in _sizes(c))))
+        meta = ForkMetadata.pack(trees, capacity=StreamCapacity(*(n + padding for n in _sizes(c)), depth=c.depth))
     meta.check()
     everything = [node for tree in trees for node in walk(tree)]
     rows, segments = sum(len(node.tokens) for node in everything), len(everything)
@@ -229,7 +231,7 @@ def test_docstring_example() -> None:
     assert meta.row_segments.tolist() == [0, 0, 0, 1, 1, 2, -1, -1]
     assert meta.segment_offsets.tolist() == [0, 3, 5, 6, 6]
     assert meta.segment_parents.tolist() == [-1, 0, 0, -1]
-    assert meta.segment_levels.tolist() == [0, 1, 1, 0]
+    assert meta.segment_levels.tolist() == [0, 1, 1, -1]
     assert meta.segment_starts.tolist() == [0, 3, 3, 0]
     assert meta.initial_slots.tolist() == [0, 0, 0, 0]
     assert meta.final_slots.tolist() == [0, -1, -1, -1]
@@ -245,7 +247,7 @@ def test_two_requests_of_depth_three() -> None:
     second = TokenTree([8, 9], (TokenTree([10], (TokenTree([11]),), readouts=(0,)),))
     meta = ForkMetadata.pack([first, second])
     meta.check()
-    assert meta.capacity == StreamCapacity(12 - 1, 8, 5)
+    assert meta.capacity == StreamCapacity(12 - 1, 8, 5, depth=3)
     assert meta.tokens.tolist() == [1, 8, 9, 2, 3, 7, 10, 4, 5, 6, 11]
     assert meta.segment_parents.tolist() == [-1, -1, 0, 0, 1, 2, 2, 4]
     assert meta.segment_starts.tolist() == [0, 0, 1, 1, 2, 3, 3, 3]
@@ -329,11 +331,11 @@ def test_saves_name_the_last_row_they_cover(cached: int) -> None:
     saves = ((cached + 1, 4), (cached + 5, 2), (cached + 3, 9))
     slot, pages = (1, (0, 1)) if cached else (0, ())
     meta = packed_trunk(TrunkCache(cached, slot=slot, pages=pages, saves=saves), others=[TrunkCache(saves=((2, 6),))])
-    assert meta.save_rows[0].tolist() == [0, 4, 2, -1]
-    assert meta.save_slots[0].tolist() == [4, 2, 9, -1]
+    assert meta.save_rows[0].tolist() == [0, 2, 4, -1]
+    assert meta.save_slots[0].tolist() == [4, 9, 2, -1]
     assert meta.save_rows[1].tolist() == [6, -1, -1, -1]
     assert meta.save_slots[1].tolist() == [6, -1, -1, -1]
-    for (length, _), row in zip(saves, meta.save_rows[0].tolist(), strict=False):
+    for (length, _), row in zip(sorted(saves), meta.save_rows[0].tolist(), strict=False):
         assert meta.positions[0, row] == length - 1
     assert (meta.save_rows[2:] == -1).all()
     assert (meta.save_slots[2:] == -1).all()
@@ -434,7 +436,8 @@ def test_fields_are_aligned_views_that_fill_one_arena(capacity: StreamCapacity) 
 @settings(deadline=None)
 @given(rounds, rounds)
 def test_copy_replaces_the_whole_round_in_place(before: list[TokenTree], after: list[TokenTree]) -> None:
-    capacity = StreamCapacity(*(max(pair) for pair in zip(*(_sizes(_needed(r)) for r in (before, after)), strict=True)))
+    sizes = zip(*(_sizes(_needed(r)) for r in (before, after)), strict=True)
+    capacity = StreamCapacity(*(max(pair) for pair in sizes), depth=3)
     meta, other = (ForkMetadata.pack(trees, capacity=capacity) for trees in (before, after))
     addresses = {name: getattr(meta, name).data_ptr() for name in ARRAYS}
     meta.copy_(other)

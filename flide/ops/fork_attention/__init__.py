@@ -20,6 +20,8 @@ from torch import Tensor
 
 from flide.ops.autograd import recompute_gradients
 from flide.ops.fork_attention.reference import fork_attention_reference
+from flide.ops.fork_schedule.reference import ForkSchedule
+from flide.runtime.tree import MAX_DEPTH
 
 _TREE = "Tensor? query_rows, Tensor segment_offsets, Tensor segment_parents"
 torch.library.define(
@@ -33,7 +35,8 @@ torch.library.define(
 torch.library.define(
     "flide::fork_attention_paged",
     f"(Tensor query, Tensor key, Tensor value, Tensor(a!) kv_pool, {_TREE}, Tensor segment_starts,"
-    " Tensor segment_pages, Tensor page_table, float scale, int window) -> Tensor",
+    " Tensor segment_pages, Tensor page_table, Tensor row_segments, Tensor[] schedule, float scale, int window,"
+    " int depth) -> Tensor",
 )
 
 
@@ -78,9 +81,12 @@ def fork_attention_paged(
     segment_starts: Tensor,
     segment_pages: Tensor,
     page_table: Tensor,
+    row_segments: Tensor,
     scale: float,
     window: int = 0,
     query_rows: Tensor | None = None,
+    schedule: ForkSchedule | None = None,
+    depth: int = MAX_DEPTH,
 ) -> Tensor:
     """Attention whose trunks live in a paged pool; not differentiable.
 
@@ -89,6 +95,9 @@ def fork_attention_paged(
         segment_starts: ``[S]`` int32 tokens before the segment on its path; for a trunk, what its pages already hold.
         segment_pages: ``[S]`` int32 first entry of a trunk in ``page_table``.
         page_table: ``[G]`` int32 page numbers.
+        row_segments: ``[T]`` int32 segment of each row, -1 for padding.
+        schedule: work lists of the kernels; needed on CUDA, where the tiles hold ``query_block(N / M)`` query rows.
+        depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query_QNH, key_TMH, value_TMH)):
         raise RuntimeError("attention through a KV pool has no gradient: train without pools")
@@ -103,9 +112,24 @@ def fork_attention_paged(
         segment_starts,
         segment_pages,
         page_table,
+        row_segments,
+        [] if schedule is None else list(schedule),
         scale,
         window,
+        depth,
     )
+
+
+HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels
+
+
+def unsupported(head_dim: int, *, window: int = 0) -> str | None:
+    """Why the CUDA kernels cannot serve a layer, or None."""
+    if window:
+        return "fork attention has no CUDA kernel for sliding windows yet"
+    if head_dim not in HEAD_DIMS:
+        return f"fork attention has no CUDA kernel for head_dim {head_dim}; supported: {HEAD_DIMS}"
+    return None
 
 
 @torch.library.register_fake("flide::fork_attention")
@@ -142,8 +166,11 @@ def _(
     segment_starts,
     segment_pages,
     page_table,
+    row_segments,
+    schedule,
     scale,
     window,
+    depth,
 ):
     return fork_attention_reference(
         query,
@@ -158,6 +185,47 @@ def _(
         kv_pool=kv_pool,
         segment_pages=segment_pages,
         page_table=page_table,
+    )
+
+
+@torch.library.impl("flide::fork_attention_paged", "CUDA")
+def _(
+    query,
+    key,
+    value,
+    kv_pool,
+    query_rows,
+    segment_offsets,
+    segment_parents,
+    segment_starts,
+    segment_pages,
+    page_table,
+    row_segments,
+    schedule,
+    scale,
+    window,
+    depth,
+):
+    from flide.ops.fork_attention.triton import fork_attention_triton
+
+    problem = unsupported(query.shape[2], window=window)
+    if problem:
+        raise ValueError(problem)
+    return fork_attention_triton(
+        query,
+        key,
+        value,
+        kv_pool,
+        query_rows,
+        row_segments,
+        segment_offsets,
+        segment_parents,
+        segment_starts,
+        segment_pages,
+        page_table,
+        ForkSchedule(*schedule),
+        scale=scale,
+        depth=depth,
     )
 
 

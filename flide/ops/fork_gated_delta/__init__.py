@@ -20,6 +20,8 @@ from torch import Tensor
 
 from flide.ops.autograd import recompute_gradients
 from flide.ops.fork_gated_delta.reference import DeltaCache, fork_gated_delta_reference
+from flide.ops.fork_schedule.reference import ForkSchedule
+from flide.runtime.tree import MAX_DEPTH
 
 _INPUTS = "Tensor qkv, Tensor a, Tensor b, Tensor conv_weight, Tensor A_log, Tensor dt_bias"
 _TREE = "Tensor segment_offsets, Tensor segment_parents"
@@ -31,8 +33,8 @@ torch.library.define(
 )
 torch.library.define(
     "flide::fork_gated_delta_cached",
-    f"({_INPUTS}, Tensor(a!) state_pool, Tensor(b!) conv_pool, {_TREE}, Tensor initial_slots, Tensor save_rows,"
-    f" Tensor save_slots, {_SIZES}) -> Tensor",
+    f"({_INPUTS}, Tensor(a!) state_pool, Tensor(b!) conv_pool, Tensor(c!) scratch, {_TREE}, Tensor initial_slots,"
+    f" Tensor final_slots, Tensor save_rows, Tensor save_slots, Tensor[] schedule, {_SIZES}, int depth) -> Tensor",
 )
 
 
@@ -91,22 +93,31 @@ def fork_gated_delta_cached(
     dt_bias_N: Tensor,
     state_pool: Tensor,
     conv_pool: Tensor,
+    scratch: Tensor,
     segment_offsets: Tensor,
     segment_parents: Tensor,
     initial_slots: Tensor,
+    final_slots: Tensor,
     save_rows: Tensor,
     save_slots: Tensor,
     num_key_heads: int,
     key_dim: int,
     beta_scale: float = 1.0,
+    schedule: ForkSchedule | None = None,
+    depth: int = MAX_DEPTH,
 ) -> Tensor:
     """Outputs of a stream whose trunks may resume from, and save, checkpoints; not differentiable.
 
     Args, beyond those of :func:`fork_gated_delta`:
         state_pool: ``[slots, N, K, V]`` float32, written in place; slot 0 is the zero state and never written.
         conv_pool: ``[slots, W - 1, C]`` last rows of ``qkv`` before the checkpoint, written in place.
+        scratch: ``[parents, N, K, V]`` float32, overwritten: final states that children of this round start from.
+            Layers may share it. The reference does not use it.
         initial_slots: ``[S]`` int32 slot a trunk starts from.
+        final_slots: ``[S]`` int32 place in ``scratch`` of the final state of a segment with children; -1 none.
         save_rows, save_slots: ``[S, saves]`` int32 stream row after which a trunk's state is kept, and where; -1 none.
+        schedule: work lists of the kernels; needed on CUDA.
+        depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
     """
     inputs = (qkv_TC, a_TN, b_TN, conv_weight_CW, A_log_N, dt_bias_N)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -120,15 +131,29 @@ def fork_gated_delta_cached(
         dt_bias_N,
         state_pool,
         conv_pool,
+        scratch,
         segment_offsets,
         segment_parents,
         initial_slots,
+        final_slots,
         save_rows,
         save_slots,
+        [] if schedule is None else list(schedule),
         num_key_heads,
         key_dim,
         beta_scale,
+        depth,
     )
+
+
+HEAD_DIMS = (16, 32, 64, 128)  # of keys and of values, in the kernels
+
+
+def unsupported(key_dim: int, value_dim: int) -> str | None:
+    """Why the CUDA kernels cannot serve a layer, or None."""
+    if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
+        return f"the gated delta rule has no CUDA kernel for heads of {key_dim} x {value_dim}; supported: {HEAD_DIMS}"
+    return None
 
 
 def _fake_output(qkv: Tensor, A_log: Tensor, num_key_heads: int, key_dim: int) -> Tensor:
@@ -143,7 +168,7 @@ def _(qkv, a, b, conv_weight, A_log, dt_bias, offsets, parents, num_key_heads, k
 
 @torch.library.register_fake("flide::fork_gated_delta_cached")
 def _(qkv, a, b, conv_weight, A_log, *rest):
-    return _fake_output(qkv, A_log, *rest[-3:-1])
+    return _fake_output(qkv, A_log, *rest[-4:-2])
 
 
 @torch.library.register_fake("flide::fork_gated_delta_backward")
@@ -178,14 +203,18 @@ def _(
     dt_bias,
     state_pool,
     conv_pool,
+    scratch,
     offsets,
     parents,
     initial_slots,
+    final_slots,
     save_rows,
     save_slots,
+    schedule,
     num_key_heads,
     key_dim,
     beta_scale,
+    depth,
 ):
     return fork_gated_delta_reference(
         qkv,
@@ -200,6 +229,56 @@ def _(
         key_dim=key_dim,
         beta_scale=beta_scale,
         cache=DeltaCache(state_pool, conv_pool, initial_slots, save_rows, save_slots),
+    )
+
+
+@torch.library.impl("flide::fork_gated_delta_cached", "CUDA")
+def _(
+    qkv,
+    a,
+    b,
+    conv_weight,
+    A_log,
+    dt_bias,
+    state_pool,
+    conv_pool,
+    scratch,
+    offsets,
+    parents,
+    initial_slots,
+    final_slots,
+    save_rows,
+    save_slots,
+    schedule,
+    num_key_heads,
+    key_dim,
+    beta_scale,
+    depth,
+):
+    from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
+
+    problem = unsupported(key_dim, state_pool.shape[3])
+    if problem:
+        raise ValueError(problem)
+    return fork_gated_delta_triton(
+        qkv,
+        a,
+        b,
+        conv_weight,
+        A_log,
+        dt_bias,
+        state_pool,
+        conv_pool,
+        scratch,
+        offsets,
+        parents,
+        initial_slots,
+        final_slots,
+        ForkSchedule(*schedule),
+        num_key_heads=num_key_heads,
+        key_dim=key_dim,
+        beta_scale=beta_scale,
+        depth=depth,
     )
 
 

@@ -1,0 +1,341 @@
+"""Triton kernels of fork attention; the rule stands in ``reference.py``.
+
+A tile holds the query rows of one trunk, or of siblings, for all heads of one key/value head. Its keys are up to three
+ranges: the trunk's pages (one dense loop for the whole tile), the parent branch's rows (depth three), and the stream
+rows from the first query's own segment to the last query, masked by segment. Grids are persistent.
+
+Shapes: T stream rows, Q query rows, N query heads, M key/value heads, G = N / M, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flide.ops.fork_schedule.reference import ForkSchedule, query_block
+from flide.ops.launch import num_programs
+from flide.runtime.metadata import PAGE_SIZE
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _online_softmax(
+    b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One block of keys into the running maximum, sum and weighted values of each query."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        b_s = tl.where(m_visible, b_s * scale_log2, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_base[:, None])
+    else:
+        b_new = tl.maximum(b_max, tl.max(b_s, axis=1) * scale_log2)
+        b_base = b_new
+        b_p = tl.exp2(b_s * scale_log2 - b_base[:, None])
+    b_alpha = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_alpha + tl.sum(b_p, axis=1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None], input_precision=PRECISION)
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def _load_page(
+    p_pool, p_pages, n, limit, i_m, o_n, o_h, M: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Keys and values of trunk times ``n + o_n``, which lie in one page."""
+    page = tl.load(p_pages + n // PAGE).to(tl.int64)
+    p_k = p_pool + ((page * 2 * M + i_m) * PAGE + n % PAGE + o_n)[:, None] * H + o_h[None, :]
+    p_v = p_k + M * PAGE * H
+    if MASKED:
+        m_n = (n + o_n < limit)[:, None]
+        return tl.load(p_k, mask=m_n, other=0.0), tl.load(p_v, mask=m_n, other=0.0)
+    else:
+        return tl.load(p_k), tl.load(p_v)
+
+
+@triton.jit
+def _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, s_k, s_kh, s_v, s_vh):
+    """Keys and values of stream rows."""
+    o_row = rows.to(tl.int64)[:, None]
+    b_k = tl.load(p_k + o_row * s_k + i_m * s_kh + o_h[None, :], mask=m_rows[:, None], other=0.0)
+    b_v = tl.load(p_v + o_row * s_v + i_m * s_vh + o_h[None, :], mask=m_rows[:, None], other=0.0)
+    return b_k, b_v
+
+
+@triton.jit(do_not_specialize=["num_queries"])
+def _fork_attention_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_pool,
+    p_out,
+    p_query_rows,
+    p_tiles,
+    p_tile_count,
+    p_row_segments,
+    p_offsets,
+    p_parents,
+    p_starts,
+    p_segment_pages,
+    p_page_table,
+    num_queries,
+    s_q,
+    s_qh,
+    s_k,
+    s_kh,
+    s_v,
+    s_vh,
+    scale_log2,
+    M: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    H: tl.constexpr,
+    BQ: tl.constexpr,
+    BN: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    o_x = tl.arange(0, BQ * GP)
+    o_g = o_x % GP
+    o_h = tl.arange(0, H)
+    o_n = tl.arange(0, BN)
+    num_tiles = tl.load(p_tile_count)
+    for work in range(tl.program_id(0), num_tiles * M, tl.num_programs(0)):
+        i_tile = num_tiles - 1 - work // M  # branches, and the last tiles of a trunk, have the most keys
+        i_m = work % M
+        first = tl.load(p_tiles + i_tile)
+        query = first + o_x // GP
+        m_q = query < tl.minimum(first + BQ, num_queries)
+        rows = query
+        first_row = first
+        if HAS_ROWS:
+            rows = tl.load(p_query_rows + query, mask=m_q, other=0)
+            first_row = tl.load(p_query_rows + first)
+        b_segment = tl.load(p_row_segments + rows, mask=m_q, other=-1)
+        own = tl.load(p_row_segments + first_row)
+        parent = tl.load(p_parents + own)
+        # The tile ends where another trunk, or another parent's children, begin.
+        b_parent = tl.load(p_parents + b_segment, mask=m_q & (b_segment >= 0), other=-2)
+        m_q = m_q & (b_parent == parent) & ((parent >= 0) | (b_segment == own))
+        last_row = tl.max(tl.where(m_q, rows, 0), axis=0)
+        o_head = i_m * G + o_g
+        m_q = m_q & (o_g < G)
+        p_query = p_q + query.to(tl.int64)[:, None] * s_q + o_head[:, None] * s_qh + o_h[None, :]
+        b_q = tl.load(p_query, mask=m_q[:, None], other=0.0)
+        b_acc = tl.zeros([BQ * GP, H], dtype=tl.float32)
+        b_max = tl.full([BQ * GP], float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros([BQ * GP], dtype=tl.float32)
+
+        root = own
+        for _ in tl.static_range(DEPTH - 1):
+            up = tl.load(p_parents + root)
+            root = tl.where(up >= 0, up, root)
+        root_begin = tl.load(p_offsets + root)
+        root_start = tl.load(p_starts + root)
+        # Blocks that every query of the tile sees whole need no mask.
+        limit = root_start + tl.load(p_offsets + root + 1) - root_begin
+        dense = limit // BN * BN
+        b_time = tl.full([BQ * GP], 1 << 30, dtype=tl.int32)
+        if parent < 0:
+            limit = root_start + last_row + 1 - root_begin
+            dense = (root_start + first_row + 1 - root_begin) // BN * BN
+            b_time = root_start + rows - root_begin
+            if HAS_ROWS:
+                dense = 0  # queries may stand in any order
+        p_pages = p_page_table + tl.load(p_segment_pages + root)
+        for n in tl.range(0, dense, BN, num_stages=STAGES):
+            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, False)
+            b_acc, b_max, b_sum = _online_softmax(
+                b_q, b_k, b_v, None, b_acc, b_max, b_sum, scale_log2, False, PRECISION
+            )
+        n = dense
+        while n < limit:
+            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, True)
+            m_visible = (n + o_n < limit)[None, :] & (n + o_n[None, :] <= b_time[:, None])
+            b_acc, b_max, b_sum = _online_softmax(
+                b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
+            )
+            n += BN
+        if parent >= 0:
+            if DEPTH > 2 and parent != root:
+                n = tl.load(p_offsets + parent)
+                end = tl.load(p_offsets + parent + 1)
+                while n < end:
+                    m_n = n + o_n < end
+                    b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
+                    m_visible = m_n[None, :] & m_q[:, None]
+                    b_acc, b_max, b_sum = _online_softmax(
+                        b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
+                    )
+                    n += BN
+            n = tl.load(p_offsets + own)
+            while n <= last_row:
+                m_n = n + o_n <= last_row
+                b_key_segment = tl.load(p_row_segments + n + o_n, mask=m_n, other=-2)
+                b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
+                m_visible = (b_key_segment[None, :] == b_segment[:, None]) & ((n + o_n)[None, :] <= rows[:, None])
+                b_acc, b_max, b_sum = _online_softmax(
+                    b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
+                )
+                n += BN
+        p_o = p_out + (query.to(tl.int64) * M * G + o_head)[:, None] * H + o_h[None, :]
+        tl.store(p_o, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_q[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "num_queries"])
+def _write_pages_kernel(
+    p_k,
+    p_v,
+    p_pool,
+    p_out,
+    p_row_segments,
+    p_offsets,
+    p_parents,
+    p_starts,
+    p_segment_pages,
+    p_page_table,
+    p_query_rows,
+    num_rows,
+    num_segments,
+    num_queries,
+    s_k,
+    s_kh,
+    s_v,
+    s_vh,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    B: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """New rows of trunks into their pages; zeros into the output of queries that belong to nobody."""
+    o_b = tl.arange(0, B)
+    o_h = tl.arange(0, H)
+    num_trunk_blocks = (num_rows + B - 1) // B
+    for work in range(tl.program_id(0), num_trunk_blocks * M, tl.num_programs(0)):
+        rows = work // M * B + o_b
+        i_m = work % M
+        b_segment = tl.load(p_row_segments + rows, mask=rows < num_rows, other=-1)
+        m_rows = b_segment >= 0
+        m_rows = m_rows & (tl.load(p_parents + b_segment, mask=m_rows, other=0) < 0)
+        if tl.max(m_rows.to(tl.int32), axis=0) > 0:
+            b_begin = tl.load(p_offsets + b_segment, mask=m_rows, other=0)
+            b_time = tl.load(p_starts + b_segment, mask=m_rows, other=0) + rows - b_begin
+            b_first = tl.load(p_segment_pages + b_segment, mask=m_rows, other=0)
+            b_page = tl.load(p_page_table + b_first + b_time // PAGE, mask=m_rows, other=0).to(tl.int64)
+            b_k, b_v = _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, s_k, s_kh, s_v, s_vh)
+            p_to = p_pool + ((b_page * 2 * M + i_m) * PAGE + b_time % PAGE)[:, None] * H + o_h[None, :]
+            tl.store(p_to, b_k, mask=m_rows[:, None])
+            tl.store(p_to + M * PAGE * H, b_v, mask=m_rows[:, None])
+    active = tl.load(p_offsets + num_segments)
+    first_block = active // B
+    if HAS_ROWS:
+        first_block = 0
+    for block in range(first_block + tl.program_id(0), (num_queries + B - 1) // B, tl.num_programs(0)):
+        query = block * B + o_b
+        m_q = query < num_queries
+        rows = query
+        if HAS_ROWS:
+            rows = tl.load(p_query_rows + query, mask=m_q, other=0)
+        m_q = m_q & (rows >= active)
+        if tl.max(m_q.to(tl.int32), axis=0) > 0:
+            for i_n in range(N):
+                p_o = p_out + (query.to(tl.int64) * N + i_n)[:, None] * H + o_h[None, :]
+                tl.store(p_o, tl.zeros([B, H], dtype=p_out.dtype.element_ty), mask=m_q[:, None])
+
+
+# Keys of a block, warps and stages. Measured on an H200; other GPUs take the same.
+KEY_BLOCK, WARPS, STAGES = 64, 8, 2
+
+
+def fork_attention_triton(
+    query_QNH: Tensor,
+    key_TMH: Tensor,
+    value_TMH: Tensor,
+    kv_pool: Tensor,
+    query_rows: Tensor | None,
+    row_segments: Tensor,
+    segment_offsets: Tensor,
+    segment_parents: Tensor,
+    segment_starts: Tensor,
+    segment_pages: Tensor,
+    page_table: Tensor,
+    schedule: ForkSchedule,
+    *,
+    scale: float,
+    depth: int,
+) -> Tensor:
+    """Launch the kernels; arguments as in ``fork_attention_paged``."""
+    num_queries, num_heads, head_dim = query_QNH.shape
+    num_rows, num_kv_heads = key_TMH.shape[:2]
+    group = num_heads // num_kv_heads
+    has_rows = query_rows is not None
+    out_QNH = query_QNH.new_empty(query_QNH.shape)
+    programs = num_programs(query_QNH.device)
+    strides = (key_TMH.stride(0), key_TMH.stride(1), value_TMH.stride(0), value_TMH.stride(1))
+    _write_pages_kernel[(2 * programs,)](
+        key_TMH,
+        value_TMH,
+        kv_pool,
+        out_QNH,
+        row_segments,
+        segment_offsets,
+        segment_parents,
+        segment_starts,
+        segment_pages,
+        page_table,
+        query_rows if has_rows else row_segments,
+        num_rows,
+        segment_parents.shape[0],
+        num_queries,
+        *strides,
+        M=num_kv_heads,
+        N=num_heads,
+        H=head_dim,
+        PAGE=PAGE_SIZE,
+        B=16,
+        HAS_ROWS=has_rows,
+        num_warps=4,
+    )
+    _fork_attention_kernel[(programs,)](
+        query_QNH,
+        key_TMH,
+        value_TMH,
+        kv_pool,
+        out_QNH,
+        query_rows if has_rows else row_segments,
+        schedule.readout_tiles if has_rows else schedule.tiles,
+        schedule.tile_counts[int(has_rows) :],
+        row_segments,
+        segment_offsets,
+        segment_parents,
+        segment_starts,
+        segment_pages,
+        page_table,
+        num_queries,
+        query_QNH.stride(0),
+        query_QNH.stride(1),
+        *strides,
+        scale * LOG2_E,
+        M=num_kv_heads,
+        G=group,
+        GP=triton.next_power_of_2(group),
+        H=head_dim,
+        BQ=query_block(group),
+        BN=KEY_BLOCK,
+        PAGE=PAGE_SIZE,
+        HAS_ROWS=has_rows,
+        DEPTH=depth,
+        PRECISION="ieee" if query_QNH.dtype == torch.float32 else "tf32",
+        STAGES=STAGES,
+        num_warps=WARPS,
+    )
+    return out_QNH

@@ -1,0 +1,105 @@
+"""Fork schedule: from a stream's segments to the lists of work that the GPU kernels loop over.
+
+Computed on the device once per forward and shared by all layers, so that no launch depends on the round: kernels have
+fixed grids and loop up to counts that lie on the device. The references need no schedule.
+
+Example: trunk of 70 rows, branches of 3 and 66; chunks of 64 rows start at each segment's own first row, tiles of 32
+query rows at each trunk's, or each set of siblings', first row::
+
+    chunk_rows   [0 64] [64 70] [70 73] [73 137] [137 139]
+    tiles        0 32 64 | 70 102 134
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flide.ops.fork_schedule.reference import (
+    ForkSchedule,
+    fork_schedule_reference,
+    max_chunks,
+    max_tiles,
+    query_block,
+)
+from flide.runtime.metadata import MAX_SAVES, ForkMetadata
+
+__all__ = ["ForkSchedule", "fork_schedule", "query_block", "with_schedule"]
+
+_INPUTS = (
+    "Tensor segment_offsets, Tensor segment_parents, Tensor segment_levels, Tensor initial_slots, Tensor save_rows,"
+    " Tensor save_slots, Tensor row_segments, Tensor readout_rows"
+)
+_OUTPUTS = ", ".join(["Tensor"] * len(ForkSchedule._fields))
+torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int query_block) -> ({_OUTPUTS})")
+
+
+def fork_schedule(meta: ForkMetadata, *, conv_width: int, query_block: int) -> ForkSchedule:
+    """The schedule of one stream.
+
+    Args:
+        meta: the stream.
+        conv_width: taps of the model's short convolution.
+        query_block: query rows of one attention tile.
+    """
+    return ForkSchedule(
+        *torch.ops.flide.fork_schedule(
+            meta.segment_offsets,
+            meta.segment_parents,
+            meta.segment_levels,
+            meta.initial_slots,
+            meta.save_rows,
+            meta.save_slots,
+            meta.row_segments,
+            meta.readout_rows,
+            conv_width,
+            query_block,
+        )
+    )
+
+
+def with_schedule(meta: ForkMetadata, *, conv_width: int, query_block: int) -> ForkMetadata:
+    """The metadata with its schedule on a GPU; unchanged elsewhere, where the references read the segments."""
+    if not meta.arena.is_cuda:
+        return meta
+    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, query_block=query_block))
+
+
+def _empty_schedule(parents: Tensor, rows: Tensor, readouts: Tensor, width: int, block: int) -> ForkSchedule:
+    segments = parents.shape[0]
+    chunks = max_chunks(rows.shape[0], segments * (MAX_SAVES + 1))
+    shapes: dict[str, tuple[Any, ...]] = {
+        "history": (segments, width - 1),
+        "root_slots": (segments,),
+        "levels": (4,),
+        "chunk_offsets": (segments + 1,),
+        "chunk_segments": (chunks,),
+        "chunk_rows": (chunks, 2),
+        "chunk_saves": (chunks,),
+        "tiles": (max_tiles(rows.shape[0], segments, block),),
+        "readout_tiles": (readouts.shape[0],),
+        "tile_counts": (2,),
+    }
+    return ForkSchedule(**{name: parents.new_empty(shape) for name, shape in shapes.items()})
+
+
+@torch.library.register_fake("flide::fork_schedule")
+def _(offsets, parents, levels, initial_slots, save_rows, save_slots, row_segments, readout_rows, width, block):
+    return tuple(_empty_schedule(parents, row_segments, readout_rows, width, block))
+
+
+@torch.library.impl("flide::fork_schedule", "CompositeExplicitAutograd")
+def _(*args):
+    return tuple(fork_schedule_reference(*args[:-2], conv_width=args[-2], query_block=args[-1]))
+
+
+@torch.library.impl("flide::fork_schedule", "CUDA")
+def _(*args):
+    from flide.ops.fork_schedule.triton import fork_schedule_triton
+
+    *tensors, width, block = args
+    schedule = _empty_schedule(tensors[1], tensors[6], tensors[7], width, block)
+    return tuple(fork_schedule_triton(*tensors, conv_width=width, query_block=block, schedule=schedule))

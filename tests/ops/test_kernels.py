@@ -1,0 +1,340 @@
+"""The Triton kernels against the references: on the CPU in float32 by Triton's interpreter, on a GPU for real.
+
+The interpreter's bfloat16 products are wrong, so that dtype is checked on the GPU only.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flide.ops import fork_attention_paged, fork_gated_delta_cached
+from flide.ops.fork_attention.reference import fork_attention_reference
+from flide.ops.fork_gated_delta.reference import DeltaCache, fork_gated_delta_reference
+from flide.ops.fork_schedule import ForkSchedule, query_block
+from flide.ops.fork_schedule.reference import fork_schedule_reference
+from flide.runtime import ForkMetadata, StreamCapacity, TrunkCache
+from flide.runtime.metadata import PAGE_SIZE
+from tests.ops.naive import Shape, relative_error, token_tree
+from tests.tolerance import FP32_RELATIVE, KERNEL_BUDGET
+
+triton = pytest.importorskip("triton", reason="Triton is not available on this platform")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+ROUNDS: dict[str, list[Shape]] = {
+    "one": [(9, [3])],
+    "empty_trunk": [(0, [1, 4, 66])],
+    "short_trunks": [(1, [1, 5]), (2, [2, 3]), (3, [4, 1])],
+    "around_the_chunk": [(63, [1, 63]), (64, [2, 64]), (65, [3, 65])],
+    "two_chunks": [(127, [1]), (128, [2]), (129, [3, 127, 129])],
+    "zero_length_branch": [(5, [0, 3, 0]), (0, [0])],
+    "many_branches": [(20, [1 + i % 7 for i in range(40)])],
+    "depth_three": [(10, [(5, [1, 2, 64]), (3, [7]), 4]), (66, [(1, [1, 1]), (65, [2])])],
+}
+on_rounds = pytest.mark.parametrize("shapes", ROUNDS.values(), ids=ROUNDS.keys())
+
+
+def pack(shapes: list[Shape], *, padding: int = 5, caches: list[TrunkCache] | None = None) -> ForkMetadata:
+    """A padded round on the test's device; every trunk has pages of its own."""
+    trees = [token_tree(shape) for shape in shapes]
+    if caches is None:
+        caches, page = [], 1
+        for tree in trees:
+            count = -(-len(tree.tokens) // PAGE_SIZE)
+            caches.append(TrunkCache(pages=tuple(range(page, page + count))))
+            page += count
+    c = ForkMetadata.pack(trees, caches=caches).capacity
+    capacity = StreamCapacity(c.tokens + padding, c.segments + padding, c.readouts + padding, c.pages, c.depth)
+    return ForkMetadata.pack(trees, caches=caches, capacity=capacity).to(DEVICE)
+
+
+def schedule_of(meta: ForkMetadata, *, width: int, block: int) -> ForkSchedule:
+    """The kernel's schedule, everything it leaves unwritten poisoned."""
+    from flide.ops.fork_schedule.triton import fork_schedule_triton
+
+    like = fork_schedule_reference(*schedule_inputs(meta), conv_width=width, query_block=block)
+    poisoned = ForkSchedule(*(torch.full_like(x, -(10**9)) for x in like))
+    return fork_schedule_triton(*schedule_inputs(meta), conv_width=width, query_block=block, schedule=poisoned)
+
+
+def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
+    return (
+        meta.segment_offsets,
+        meta.segment_parents,
+        meta.segment_levels,
+        meta.initial_slots,
+        meta.save_rows,
+        meta.save_slots,
+        meta.row_segments,
+        meta.readout_rows,
+    )
+
+
+def assert_same_schedule(meta: ForkMetadata, *, width: int, block: int) -> None:
+    expected = fork_schedule_reference(*schedule_inputs(meta), conv_width=width, query_block=block)
+    got = schedule_of(meta, width=width, block=block)
+    chunks, (tiles, readouts) = int(expected.chunk_offsets[-1]), expected.tile_counts.tolist()
+    counts = dict.fromkeys(("chunk_segments", "chunk_rows", "chunk_saves"), chunks)
+    counts |= {"tiles": tiles, "readout_tiles": readouts}
+    for name, want, have in zip(ForkSchedule._fields, expected, got, strict=True):
+        used = counts.get(name, len(want))
+        assert torch.equal(want[:used], have[:used]), name
+
+
+@on_rounds
+@pytest.mark.parametrize(("width", "block"), [(4, 32), (2, 16), (4, 8)])
+def test_schedule_equals_its_reference(shapes: list[Shape], width: int, block: int) -> None:
+    assert_same_schedule(pack(shapes), width=width, block=block)
+
+
+def test_schedule_cuts_chunks_where_states_are_saved() -> None:
+    saves = ((71, 2), (134, 3), (135, 4))
+    caches = [TrunkCache(70, slot=1, pages=(1, 2, 3, 4), saves=saves), TrunkCache(pages=(5,), saves=((1, 6),))]
+    meta = pack([(130, [2, 70]), (5, [1])], caches=caches)
+    assert_same_schedule(meta, width=4, block=32)
+    schedule = schedule_of(meta, width=4, block=32)
+    rows = schedule.chunk_rows[: int(schedule.chunk_offsets[1])].tolist()
+    assert rows == [[0, 1], [1, 64], [64, 65], [65, 129], [129, 130]]
+
+
+@pytest.mark.slow
+def test_schedule_of_random_rounds() -> None:
+    rng = random.Random(0)
+    sizes = [0, 1, 2, 3, 17, 40, 63, 64, 65, 130, 200]
+
+    def branch() -> Any:
+        return rng.choice(sizes) if rng.random() < 0.7 else (3, [1, 70])
+
+    for _ in range(150):
+        shapes: list[Shape] = [
+            (rng.choice(sizes), [branch() for _ in range(rng.randint(0, 7))]) for _ in range(rng.randint(1, 4))
+        ]
+        assert_same_schedule(pack(shapes), width=4, block=rng.choice([8, 16, 32]))
+
+
+class Delta:
+    """Random inputs of one layer, some of them split views of one merged projection."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, *, key_heads: int, heads: int, dim: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        channels = 2 * key_heads * dim + heads * dim
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        merged = randn(rows, channels + 2 * heads).to(dtype).to(DEVICE)
+        self.qkv, self.a, self.b = merged.split([channels, heads, heads], -1)
+        self.conv_weight = (randn(channels, 4) * 0.5).to(dtype).to(DEVICE)
+        self.A_log = randn(heads).to(DEVICE)
+        self.dt_bias = randn(heads).to(dtype).to(DEVICE)
+        self.state_pool = randn(9, heads, dim, dim).to(DEVICE)
+        self.conv_pool = randn(9, 3, channels).to(dtype).to(DEVICE)
+        self.state_pool[0], self.conv_pool[0] = 0, 0
+        self.sizes = {"num_key_heads": key_heads, "key_dim": dim}
+
+    def inputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        inputs = [self.qkv, self.a, self.b, self.conv_weight, self.A_log, self.dt_bias]
+        return [x if dtype is None else x.to(dtype) for x in inputs]
+
+    def reference(self, meta: ForkMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        pools = self.state_pool.to(dtype), self.conv_pool.to(dtype)
+        cache = DeltaCache(*pools, meta.initial_slots, meta.save_rows, meta.save_slots)
+        tree = meta.segment_offsets, meta.segment_parents
+        out = fork_gated_delta_reference(*self.inputs(dtype), *tree, **self.sizes, cache=cache)
+        return out, *pools
+
+    def kernel(self, meta: ForkMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, a, b, conv_weight, A_log, dt_bias = self.inputs()
+        pools = self.state_pool.clone(), self.conv_pool.clone()
+        scratch = self.state_pool.new_full((meta.segment_parents.shape[0], *self.state_pool.shape[1:]), float("nan"))
+        schedule = schedule_of(meta, width=4, block=32)
+        if ON_GPU:
+            out = fork_gated_delta_cached(
+                qkv,
+                a,
+                b,
+                conv_weight_CW=conv_weight,
+                A_log_N=A_log,
+                dt_bias_N=dt_bias,
+                state_pool=pools[0],
+                conv_pool=pools[1],
+                scratch=scratch,
+                segment_offsets=meta.segment_offsets,
+                segment_parents=meta.segment_parents,
+                initial_slots=meta.initial_slots,
+                final_slots=meta.final_slots,
+                save_rows=meta.save_rows,
+                save_slots=meta.save_slots,
+                schedule=schedule,
+                depth=meta.capacity.depth,
+                **self.sizes,
+            )
+        else:
+            from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
+
+            tree = meta.segment_offsets, meta.segment_parents, meta.initial_slots, meta.final_slots
+            out = fork_gated_delta_triton(
+                *self.inputs(),
+                *pools,
+                scratch,
+                *tree,
+                schedule,
+                beta_scale=1.0,
+                depth=meta.capacity.depth,
+                **self.sizes,
+            )
+        return out, *pools
+
+
+@on_rounds
+@pytest.mark.parametrize(("key_heads", "heads"), [(2, 2), (1, 2)], ids=["equal_heads", "grouped"])
+def test_delta_rule_in_float32(shapes: list[Shape], key_heads: int, heads: int) -> None:
+    meta = pack(shapes)
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=key_heads, heads=heads, dim=32)
+    out, state_pool, conv_pool = delta.kernel(meta)
+    expected, *_ = delta.reference(meta, torch.float64)
+    assert relative_error(out.double(), expected) <= FP32_RELATIVE
+    assert torch.equal(state_pool, delta.state_pool)
+    assert torch.equal(conv_pool, delta.conv_pool)
+    rows = int(meta.segment_offsets[-1])
+    assert not out[rows:].any()
+
+
+def test_delta_rule_resumes_and_saves_at_any_row() -> None:
+    caches = [
+        TrunkCache(5, slot=3, pages=(1, 2), saves=((9, 4), (75, 5))),
+        TrunkCache(2, slot=1, pages=(3,), saves=((3, 2),)),
+        TrunkCache(pages=(4, 5, 6), saves=((1, 6), (64, 7), (65, 8))),
+    ]
+    meta = pack([(70, [3, 66]), (1, [2]), (130, [1])], caches=caches)
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32)
+    for got, want in zip(delta.kernel(meta), delta.reference(meta, torch.float64), strict=True):
+        assert relative_error(got.double(), want) <= FP32_RELATIVE
+
+
+def test_delta_rule_of_equal_keys_that_never_decay() -> None:
+    """The chunk's triangle is all ones: the powers inside a block grow as far as they can."""
+    meta = pack([(130, [64, 3])])
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32)
+    delta.qkv[:, :64] = delta.qkv[:1, :64]
+    delta.a.fill_(-30.0)
+    delta.b.fill_(30.0)
+    out, *_ = delta.kernel(meta)
+    assert relative_error(out.double(), delta.reference(meta, torch.float64)[0]) <= 50 * FP32_RELATIVE
+
+
+class Attention:
+    """Random queries, keys and values of one layer, keys and values views of one projection."""
+
+    def __init__(self, rows: int, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.query = torch.randn(rows, heads, dim, generator=generator).to(dtype).to(DEVICE)
+        merged = torch.randn(rows, 2 * kv_heads, dim, generator=generator).to(dtype).to(DEVICE)
+        self.key, self.value = merged.split([kv_heads, kv_heads], 1)
+        self.pool = torch.full((16, 2, kv_heads, PAGE_SIZE, dim), float("nan")).to(dtype).to(DEVICE)
+        self.scale, self.group = dim**-0.5, heads // kv_heads
+
+    def reference(self, meta: ForkMetadata, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+        query = self.query if rows is None else self.query[: len(rows)]
+        return fork_attention_reference(
+            query.to(dtype),
+            self.key.to(dtype),
+            self.value.to(dtype),
+            rows,
+            meta.segment_offsets,
+            meta.segment_parents,
+            scale=self.scale,
+            window=0,
+            segment_starts=meta.segment_starts,
+            kv_pool=self.pool.to(dtype),
+            segment_pages=meta.segment_pages,
+            page_table=meta.page_table,
+        )
+
+    def kernel(self, meta: ForkMetadata, rows: Tensor | None) -> Tensor:
+        query = self.query if rows is None else self.query[: len(rows)]
+        schedule = schedule_of(meta, width=4, block=query_block(self.group))
+        pool = self.pool.clone()
+        if ON_GPU:
+            return fork_attention_paged(
+                query,
+                self.key,
+                self.value,
+                kv_pool=pool,
+                segment_offsets=meta.segment_offsets,
+                segment_parents=meta.segment_parents,
+                segment_starts=meta.segment_starts,
+                segment_pages=meta.segment_pages,
+                page_table=meta.page_table,
+                row_segments=meta.row_segments,
+                scale=self.scale,
+                query_rows=rows,
+                schedule=schedule,
+                depth=meta.capacity.depth,
+            )
+        from flide.ops.fork_attention.triton import fork_attention_triton
+
+        return fork_attention_triton(
+            query,
+            self.key,
+            self.value,
+            pool,
+            rows,
+            meta.row_segments,
+            meta.segment_offsets,
+            meta.segment_parents,
+            meta.segment_starts,
+            meta.segment_pages,
+            meta.page_table,
+            schedule,
+            scale=self.scale,
+            depth=meta.capacity.depth,
+        )
+
+
+@on_rounds
+@pytest.mark.parametrize("selected", [False, True], ids=["all_rows", "readout_rows"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1), (2, 2)], ids=["group_2", "group_6", "group_1"])
+def test_attention_in_float32(shapes: list[Shape], selected: bool, heads: int, kv_heads: int) -> None:
+    meta = pack(shapes)
+    attention = Attention(meta.tokens.shape[0], torch.float32, heads=heads, kv_heads=kv_heads, dim=32)
+    rows = meta.readout_rows if selected else None
+    out = attention.kernel(meta, rows)
+    assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
+    if rows is None:
+        assert not out[int(meta.segment_offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize("cached", [1, 63, 64, 65, 130])
+def test_attention_resumes_from_pages(cached: int) -> None:
+    pages = tuple(range(1, 1 + -(-(cached + 70) // PAGE_SIZE)))
+    meta = pack([(70, [3, 66, 1]), (2, [4])], caches=[TrunkCache(cached, slot=1, pages=pages), TrunkCache(pages=(9,))])
+    attention = Attention(meta.tokens.shape[0], torch.float32, heads=4, kv_heads=2, dim=32)
+    attention.pool.normal_()
+    for rows in (None, meta.readout_rows):
+        out = attention.kernel(meta, rows)
+        assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
+
+
+@pytest.mark.gpu
+@on_rounds
+def test_kernels_in_bfloat16_at_the_sizes_of_real_models(shapes: list[Shape]) -> None:
+    """Errors no larger than twice those of the same computation in float32 with rounded inputs and outputs."""
+    meta = pack(shapes)
+    rows = meta.tokens.shape[0]
+    for key_heads, heads in ((16, 16), (16, 32)):
+        delta = Delta(rows, torch.bfloat16, key_heads=key_heads, heads=heads, dim=128)
+        exact = delta.reference(meta, torch.float64)[0]
+        best = relative_error(exact.bfloat16().double(), exact)
+        assert relative_error(delta.kernel(meta)[0].double(), exact) <= KERNEL_BUDGET * best
+    for heads, kv_heads in ((8, 2), (16, 4), (24, 4)):
+        attention = Attention(rows, torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256)
+        for query_rows in (None, meta.readout_rows):
+            exact = attention.reference(meta, query_rows, torch.float64)
+            best = relative_error(exact.bfloat16().double(), exact)
+            assert relative_error(attention.kernel(meta, query_rows).double(), exact) <= KERNEL_BUDGET * best
