@@ -1,7 +1,5 @@
 """``python -m flide``."""
 
-import sys
+from flide.cli import run
 
-from flide.cli import main
-
-sys.exit(main())
+run()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from flide.errors import RequestError
 from flide.version import __version__
@@ -20,27 +24,50 @@ JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 LINES_AT_ONCE = 64
 
 
+def run() -> NoReturn:
+    """:func:`main` as a process. Ctrl-C ends it when the round that runs is done, a second one at once."""
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            os._exit(INTERRUPTED)
+        interrupted = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    code = main()
+    if interrupted:
+        os._exit(code)  # an interpreter that ends around a thread inside torch would abort
+    sys.exit(code)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
         The exit code.
     """
+    if sys.stderr is None:  # closed: print() would take standard output in its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.ERROR, stream=sys.stderr)
     try:
+        if sys.stdout is None:
+            raise _OutputError("standard output is closed")
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (`| head`); Python must not complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except _OutputError as error:
+        if not isinstance(error.__cause__, BrokenPipeError):  # the reader left (`| head`)
+            _tell(error)
         return FAILED
     except (ValueError, OSError) as error:
-        print(f"flide: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(error)
         return BAD_INPUT
-    except RuntimeError as error:  # out of memory, logits that are not finite
-        print(f"flide: {' '.join(str(error).split())}", file=sys.stderr)
+    except (RuntimeError, MemoryError) as error:
+        _tell(error)
         return FAILED
 
 
@@ -66,28 +93,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _decide(arguments: argparse.Namespace) -> int:
-    from flide.runtime.wire import parse_body, parse_json
+    from flide.runtime.wire import parse_body
 
-    data = sys.stdin.buffer.read() if arguments.file == "-" else Path(arguments.file).read_bytes()
-    if arguments.jsonl or Path(arguments.file).suffix in JSONL_SUFFIXES or _is_jsonl(data):
+    data = _read(arguments.file)
+    if arguments.jsonl or Path(arguments.file).suffix.lower() in JSONL_SUFFIXES or _is_jsonl(data):
         return _decide_lines(arguments, data.split(b"\n"))
-    request = parse_body(parse_json(data))
+    request = parse_body(_parse_file(data))
     with _engine(arguments) as engine:
-        (decision,) = engine.decide([request])
-    _write(decision.to_dict(), pretty=arguments.pretty)
+        (result,) = engine.decide([request], return_exceptions=True)
+    if isinstance(result, Exception):
+        raise RequestError(result.errors) if isinstance(result, RequestError) else result  # there is only one request
+    _write(result.to_dict(), pretty=arguments.pretty)
     return 0
 
 
 def _decide_lines(arguments: argparse.Namespace, lines: list[bytes]) -> int:
     from tqdm import tqdm
 
-    from flide.runtime.wire import parse_json
+    from flide.runtime.strict_json import parse_json
 
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    all_good = True
+    codes = {0}
+    # Where the answers are shown they are the progress.
+    silent = not sys.stderr.isatty() or sys.stdout.isatty()
     with (
         _engine(arguments) as engine,
-        tqdm(total=len(numbered), unit="request", disable=not sys.stderr.isatty(), file=sys.stderr) as progress,
+        tqdm(total=len(numbered), unit="request", disable=silent, file=sys.stderr) as progress,
     ):
         for start in range(0, len(numbered), LINES_AT_ONCE):
             outcomes: list[Any] = []
@@ -102,28 +133,53 @@ def _decide_lines(arguments: argparse.Namespace, lines: list[bytes]) -> int:
             for number, refused in outcomes:
                 result = refused if refused is not None else next(results)
                 if isinstance(result, Exception):
-                    all_good = False
+                    codes.add(BAD_INPUT if isinstance(result, RequestError) else FAILED)
                     _write({"error": _describe(result), "line": number}, pretty=arguments.pretty)
                 else:
                     _write(result.to_dict(), pretty=arguments.pretty)
                 progress.update()
-    return 0 if all_good else BAD_INPUT
+    return FAILED if FAILED in codes else max(codes)
+
+
+def _read(name: str) -> bytes:
+    """The bytes of a file or of standard input, without a byte order mark."""
+    if name == "-" and sys.stdin is None:
+        raise ValueError("standard input is closed")
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {name!r}: {error.strerror or error}") from error
+    return data.removeprefix(codecs.BOM_UTF8)
+
+
+def _parse_file(data: bytes) -> Any:
+    """One JSON value; places in the text are told as an editor shows them."""
+    from flide.runtime.strict_json import parse_json
+
+    try:
+        return parse_json(data)
+    except RequestError as error:
+        (entry,) = error.errors
+        if entry["loc"] == ["body"]:
+            raise
+        before = data.decode(errors="replace")[: entry["loc"][1]]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    raise ValueError(f"line {line}, column {column}: {entry['msg']}")
 
 
 def _is_jsonl(data: bytes) -> bool:
-    """Whether text that is not one JSON value has a line that is an object of its own."""
-    from flide.runtime.wire import parse_json
+    """Whether text that is not one JSON value looks like one object per line, some of which may be bad."""
+    from flide.runtime.strict_json import parse_json
 
-    def parses(text: bytes) -> Any:
-        try:
-            return parse_json(text)
-        except RequestError:
-            return None
-
-    lines = [line for line in data.split(b"\n") if line.strip()]
-    if len(lines) < 2 or parses(data) is not None:
+    lines = [line.strip() for line in data.split(b"\n") if line.strip()]
+    objects = sum(line.startswith(b"{") and line.endswith(b"}") for line in lines)
+    if len(lines) < 2 or 2 * objects < len(lines):
         return False
-    return any(line.lstrip().startswith(b"{") and isinstance(parses(line), dict) for line in lines)
+    try:
+        parse_json(data)
+    except RequestError:
+        return True
+    return False
 
 
 def _engine(arguments: argparse.Namespace) -> Any:
@@ -133,7 +189,7 @@ def _engine(arguments: argparse.Namespace) -> Any:
     config = EngineConfig(device=arguments.device, dtype=arguments.dtype)
     if arguments.model is not None:
         return Engine.from_pretrained(arguments.model, config)
-    print(f"flide: {EMBEDDED_MODEL} is a random model: its answers mean nothing; see --model", file=sys.stderr)
+    _tell(f"{EMBEDDED_MODEL} is a random model: its answers mean nothing; see --model")
     return Engine.default(config)
 
 
@@ -146,14 +202,37 @@ def _info(arguments: argparse.Namespace) -> int:
         return 0
     width = max(map(len, summary))
     for name, value in summary.items():
-        print(f"{name.replace('_', ' '):<{width}}  {value}")
+        _print(f"{name.replace('_', ' '):<{width}}  {value}")
     return 0
+
+
+class _OutputError(Exception):
+    """Standard output cannot be written."""
 
 
 def _write(value: Any, *, pretty: bool) -> None:
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    print(json.dumps(value, ensure_ascii=not is_utf8, indent=2 if pretty else None), flush=True)
+    _print(json.dumps(value, ensure_ascii=not is_utf8, indent=2 if pretty else None))
+
+
+def _print(line: str) -> None:
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # Python must not try again, and complain, when it flushes at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def _tell(message: str | Exception) -> None:
+    """One line on standard error, whatever the message quotes."""
+    text = " ".join(str(message).split()) or type(message).__name__
+    with contextlib.suppress(OSError):
+        print("flide:", "".join(c if c.isprintable() else "?" for c in text), file=sys.stderr)
 
 
 def _describe(error: Exception) -> Any:
-    return error.errors if isinstance(error, RequestError) else str(error)
+    return error.errors if isinstance(error, RequestError) else str(error) or type(error).__name__

@@ -25,7 +25,7 @@ class RequestError(FlideError):
     def __init__(self, errors: list[dict[str, Any]], *, index: int | None = None) -> None:
         self.errors = errors
         self.index = index
-        super().__init__(errors, index)
+        super().__init__(errors)
 
     def __str__(self) -> str:
         where = "" if self.index is None else f"request {self.index}: "

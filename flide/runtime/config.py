@@ -36,6 +36,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
+        if self.model_name is not None and (not isinstance(self.model_name, str) or not self.model_name):
+            raise ValueError(f"model_name must be a string that is not empty, or None, got {self.model_name!r}")
         self.resolve_dtype()
 
     def resolve_device(self) -> torch.device:
@@ -48,23 +50,25 @@ class EngineConfig:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(f"unknown device {self.device!r}: {str(error).splitlines()[0]}") from None
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {self.device!r} was asked for, but torch sees no CUDA device")
+        if device.type == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if (device.index or 0) >= count:
+                raise ValueError(f"device '{device}' was asked for, but torch sees {count or 'no'} CUDA devices")
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device {self.device!r} is not supported (cpu and cuda are)")
+            raise ValueError(f"device '{device}' is not supported (cpu and cuda are)")
         return device
 
     def resolve_dtype(self) -> torch.dtype | None:
         """The torch dtype of the weights; None to let the device decide."""
-        if isinstance(self.dtype, torch.dtype):
+        if isinstance(self.dtype, torch.dtype) and self.dtype in _DTYPES.values():
             return self.dtype
         if self.dtype == "auto":
             return None
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}; one of auto, {', '.join(_DTYPES)}")
-        return _DTYPES[self.dtype]
+        if isinstance(self.dtype, str) and self.dtype in _DTYPES:
+            return _DTYPES[self.dtype]
+        raise ValueError(f"unknown dtype {self.dtype!r}; one of auto, {', '.join(_DTYPES)}")
 
     def round_tokens(self, device: torch.device) -> int:
         if self.max_round_tokens is not None:

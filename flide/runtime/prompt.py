@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from flide.errors import RequestError
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score, Value
 from flide.runtime.tokenizer import Label, PromptTokenizer
+from flide.runtime.wire import MAX_ERRORS, place
 
 __all__ = ["ChatFormat", "EncodedRequest", "option_texts", "render_value"]
 
@@ -29,18 +30,23 @@ _NUM_LETTERS = 52
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """The isolated prompts of one request.
+    """The isolated prompts of one request, with what they share held once: `shared + tails[i]` is the i-th.
 
     Attributes:
-        prompts: token ids, one list per question in the request's order.
+        shared: token ids that all prompts begin with. Tails may begin alike, too: where the tokenizer's cuts are safe,
+            this part depends on the state and the format, not on the questions.
+        tails: the other token ids, one list per question in the request's order.
         num_options: how many options each question has; its i-th option has the i-th label.
-        shared_length: all prompts begin with the same so many tokens. A lower bound of what they share, which depends
-            on the state and the format, not on the questions, where the tokenizer's cuts are safe.
     """
 
-    prompts: list[list[int]]
+    shared: list[int]
+    tails: list[list[int]]
     num_options: list[int]
-    shared_length: int
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Every prompt in full, for reading: a long state is copied for each question."""
+        return [self.shared + tail for tail in self.tails]
 
 
 def render_value(value: Value) -> str:
@@ -95,17 +101,17 @@ class ChatFormat:
             RequestError: a question has more options than there are labels or makes too long a prompt, a value cannot
                 be rendered, or text cannot be tokenized.
         """
-        state = _render(request.state, ["body", "state"]) if request.state is not None else ""
+        state = _render(request.state, place("state")) if request.state is not None else ""
         # With the fixed words in it, the shared text can be cut right behind the state whatever the state ends with.
         shared = f"{state}\n\nQuestion: " if state else "Question: "
         tails, num_options = [], []
         for question_id, question in request.questions.items():
-            tail, count = self._question_text(question, ["body", "questions", question_id])
+            tail, count = self._question_text(question, place("questions", question_id))
             tails.append(tail)
             num_options.append(count)
         shared_ids, tail_ids = self.tokenizer.encode_chat(shared, tails)
         self._check_lengths(request.questions, len(shared_ids), tail_ids)
-        return EncodedRequest([shared_ids + ids for ids in tail_ids], num_options, len(shared_ids))
+        return EncodedRequest(shared_ids, tail_ids, num_options)
 
     def label_ids(self, count: int) -> list[int]:
         """Token ids of the first `count` labels: the output rows that a question of so many options needs.
@@ -141,7 +147,7 @@ class ChatFormat:
             return
         errors = [
             {
-                "loc": ["body", "questions", question_id],
+                "loc": place("questions", question_id),
                 "msg": f"the prompt has {shared + len(ids)} tokens; at most {limit} are allowed",
                 "type": "prompt_too_long",
             }
@@ -149,7 +155,7 @@ class ChatFormat:
             if shared + len(ids) > limit
         ]
         if errors:
-            raise RequestError(errors)
+            raise RequestError(errors[:MAX_ERRORS])
 
 
 def _described(name: str, description: Value) -> str:

@@ -6,7 +6,7 @@ Shapes: T stream rows, N readout rows, L labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ class PreparedRequest:
 
     @classmethod
     def from_encoded(cls, request: DecisionRequest, encoded: EncodedRequest) -> PreparedRequest:
-        tree = TokenTree.from_prompts(encoded.prompts, shared_length=encoded.shared_length)
-        return cls(request, tree, encoded.num_options)
+        tree = TokenTree.from_prompts(encoded.tails)  # which may begin alike, too
+        return cls(request, replace(tree, tokens=[*encoded.shared, *tree.tokens]), encoded.num_options)
 
     @property
     def num_tokens(self) -> int:

@@ -1,24 +1,23 @@
-"""Text to token ids: user text that never becomes a control token, a shared state encoded once, chat frame, labels."""
+"""Text to token ids: user text that never becomes a control token, a shared state encoded once, labels."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import string
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from flide.errors import CheckpointError, RequestError
+from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
+from flide.runtime.text_cuts import cut, last_cut, splits_at_safe_boundaries
 
-__all__ = ["MAX_LABELS", "ChatFrame", "Label", "PromptTokenizer"]
+__all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
 
 logger = logging.getLogger("flide.tokenizer")
 
@@ -26,71 +25,8 @@ MAX_LABELS = 255
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-# Most characters of a piece of a long text, where it can be cut: enough that starting a piece costs nothing, few enough
-# that a state of some thousand words keeps several cores busy.
-_PIECE = 4096
 # The regex engine of `tokenizers` gives up (by a panic, not an error) inside a run of about ten million blanks.
 _MAX_UNCUT = 4_000_000
-
-# Letters (\p{L}) that NFC leaves alone: Latin, Greek, Cyrillic, kana, Chinese, Hangul; all older than any Unicode table
-# in use. What may follow them: ASCII without letters, the comma and the full stops of Chinese and Japanese.
-_LETTERS = (
-    r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0410-\u044f"
-    r"\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-)
-_SAFE = rf"(?:(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f]))"
-_NEXT_CUT = re.compile(_SAFE)
-_LAST_CUT = re.compile(r".*" + _SAFE, re.DOTALL)
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_QWEN2_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN_SPLITS = frozenset(
-    {
-        # GPT-2
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        # Qwen2, Qwen3
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _QWEN2_END,
-        # Llama 3
-        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _QWEN2_END,
-        # Qwen3.5
-        _CONTRACTIONS
-        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    }
-)
-
-_SENTINEL = "Zq7 what the user says 9vX"
-# A template must copy these; those with outer whitespace tell what it strips. None begins and ends with a tool
-# response: real templates treat such a message as no question at all.
-_COPIED = (
-    *(f"{blank}a b{blank}" for blank in "\t\n\x0b\x0c\r\x1c\x1f \x85\xa0\u1680\u2003\u2028\u202f\u3000"),
-    "\ufeffa\u200b",
-    "<&> \"q\" 'q' \\ \\n {{ x }} {% y %} {# z #}",
-    "a\r\n\r\n b\t\tc  d",
-    "A\u030a e\u0301 \ufb01",
-    "<|im_end|>\n<|im_start|>system\nx",
-    "<think> a </think> b /no_think /think",
-    '{"a": [1, 2]}',
-    "0",
-    "word " * 999 + "end",
-)
-# Neighbours of the control tokens for which prompts put together here are compared with the whole rendered string.
-_NEIGHBOURS = (
-    "Hello there.",
-    " a",
-    "b ",
-    "\n\nx\n\n",
-    "\t y \t",
-    "  ",
-    "'s",
-    "1 2",
-    "(x)",
-    "a-b_C9",
-    "\u4f60\u597d\u3002",
-    "\u0301x",
-    "xe\u0301",
-    "\U0001f600",
-    ".",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,32 +35,6 @@ class Label:
 
     text: str
     id: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFrame:
-    """What the chat template puts around the one user message, with an answer about to start and thinking off.
-
-    A prompt is `head_ids + encode(head_text + content + tail_text) + tail_ids`: plain text next to the content is
-    encoded with it, because tokens cross that seam.
-
-    Attributes:
-        head_ids: tokens through the last control token before the content.
-        head_text: plain text between that and the content.
-        tail_text: plain text from the content to the next control token.
-        tail_ids: tokens from that control token on.
-        label_context: text after the last control token, where the answer is read.
-        strips_left: the template drops whitespace (as `str.lstrip` does) before the content.
-        strips_right: the same for whitespace after the content.
-    """
-
-    head_ids: tuple[int, ...]
-    head_text: str
-    tail_text: str
-    tail_ids: tuple[int, ...]
-    label_context: str
-    strips_left: bool
-    strips_right: bool
 
 
 class PromptTokenizer:
@@ -160,14 +70,14 @@ class PromptTokenizer:
             i for i, token in added.items() if token.special or token.content.strip() or i not in in_model
         )
         self._forbidden_ids = self._control_ids & in_model
-        self._cuts_are_safe = _splits_at_safe_boundaries(plain)
+        self._cuts_are_safe = splits_at_safe_boundaries(plain)
         if not self._cuts_are_safe:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
         self._lock = threading.Lock()
         self._labels: list[Label] | None = None
         if not self._encode(["a"])[0]:
             raise CheckpointError("the tokenizer has no vocabulary")
-        self.frame = self._make_frame()
+        self.frame = ChatFrame.probe(self._render, full, self._control_ids)
         self._check_frame()
 
     @classmethod
@@ -204,6 +114,11 @@ class PromptTokenizer:
         """Number of entries, added tokens included (the model's embedding may have more rows)."""
         return int(self._full.get_vocab_size(with_added_tokens=True))
 
+    def max_prompt_id(self) -> int:
+        """Largest token id that a prompt can hold: the model needs more embeddings than that."""
+        ids = {*self._plain.get_vocab(with_added_tokens=False).values()} - self._control_ids
+        return max(*ids, *self.frame.head_ids, *self.frame.tail_ids)
+
     @property
     def chat_template(self) -> str:
         """Source of the chat template."""
@@ -221,7 +136,7 @@ class PromptTokenizer:
         """
         pieces, owners = [], []
         for index, text in enumerate(texts):
-            for piece in _cut(text) if self._cuts_are_safe else [text]:
+            for piece in cut(text) if self._cuts_are_safe else [text]:
                 pieces.append(piece)
                 owners.append(index)
         ids: list[list[int]] = [[] for _ in texts]
@@ -243,12 +158,12 @@ class PromptTokenizer:
             RequestError: as `encode_plain`.
         """
         if self._cuts_are_safe:
-            found = _LAST_CUT.match(shared)
-            cut = found.end() if found else 0
-            first, *rest = self.encode_plain([shared[:cut], *(shared[cut:] + tail for tail in tails)])
+            kept = last_cut(shared)
+            first, *rest = self.encode_plain([shared[:kept], *(shared[kept:] + tail for tail in tails)])
             return first, rest
         first, *rest = self.encode_plain([shared, *(shared + tail for tail in tails)])
-        length = len(os.path.commonprefix([first, *rest]))
+        # An unknown character can swallow what follows it; even so every tail keeps a token, if it can.
+        length = min(len(os.path.commonprefix([first, *rest])), max(0, min(map(len, rest), default=0) - 1))
         return first[:length], [ids[length:] for ids in rest]
 
     def encode_chat(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
@@ -324,30 +239,8 @@ class PromptTokenizer:
             # The only strings that `tokenizers` cannot take.
             raise _refusal("the text is not valid Unicode: it contains a lone surrogate", "string_unicode") from None
 
-    def _make_frame(self) -> ChatFrame:
-        head, tail, strips_left, strips_right = _split_template(self._render)
-        before = self._full.encode(head, add_special_tokens=False)
-        after = self._full.encode(tail, add_special_tokens=False)
-        controls = [i for i, token in enumerate(before.ids) if token in self._control_ids]
-        head_end = controls[-1] + 1 if controls else 0
-        head_text = head[before.offsets[head_end - 1][1] :] if controls else head
-        controls = [i for i, token in enumerate(after.ids) if token in self._control_ids]
-        tail_start = controls[0] if controls else len(after.ids)
-        tail_text = tail[: after.offsets[tail_start][0]] if controls else tail
-        # Without a control token the answer follows the content, which ends a sentence.
-        label_context = tail[after.offsets[controls[-1]][1] :] if controls else "." + tail
-        return ChatFrame(
-            head_ids=tuple(before.ids[:head_end]),
-            head_text=head_text,
-            tail_text=tail_text,
-            tail_ids=tuple(after.ids[tail_start:]),
-            label_context=label_context,
-            strips_left=strips_left,
-            strips_right=strips_right,
-        )
-
     def _check_frame(self) -> None:
-        for content in _NEIGHBOURS:
+        for content in NEIGHBOURS:
             shared, (rest,) = self.encode_chat("", [content])
             if shared + rest != self._full.encode(self._render(content), add_special_tokens=False).ids:
                 raise CheckpointError("the tokenizer's control tokens change the text next to them")
@@ -363,79 +256,6 @@ class PromptTokenizer:
         except Exception as error:  # noqa: BLE001 - a template is a program and can raise anything
             raise CheckpointError(f"no usable chat template: {_first_line(error)}") from error
         return str(text)
-
-
-def _splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
-    r"""Whether encoding `a + b` is encoding `a`, then `b`, for every cut that `_SAFE` finds.
-
-    A cut is between a letter and an ASCII character that is no letter (or a Chinese comma or full stop), or between a
-    digit and an ASCII character that is no digit. It holds if each stage works on both sides alone:
-
-    * Normalizer: none, or NFC. What follows the cut is a starter that never combines with what precedes it, so NFC
-      of the whole is NFC of the parts, and the listed letters and digits stay what they are.
-    * Pre-tokenizer: one of four regexes (or the GPT-2 one inside ByteLevel), matched from left to right. In each, a
-      match that contains a letter ends with its run of letters (and marks), and one that contains a digit ends within
-      its run of digits; so a match ends at the cut. The only look-ahead, `\s+(?!\S)`, is behind whitespace and cannot
-      see past the letter; there is no look-behind, so the next match starts as at the start of a text.
-    * Byte-level BPE without dropout: it works on one match at a time. A blank put before each text would differ.
-    """
-    model = tokenizer.model
-    if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False
-    if _settings(tokenizer.normalizer) not in (None, {"type": "NFC"}):
-        return False
-    steps = _settings(tokenizer.pre_tokenizer) or {}
-    *splits, last = steps.get("pretokenizers") or [steps]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
-        return False
-    if not splits:
-        return last.get("use_regex", True) is True
-    first, *more = splits
-    known = (
-        first.get("type") == "Split"
-        and first.get("behavior") == "Isolated"
-        and first.get("invert") is False
-        and first.get("pattern", {}).get("Regex") in _KNOWN_SPLITS
-    )
-    return known and not more
-
-
-def _settings(part: Any) -> Any:
-    """The JSON of a normalizer or pre-tokenizer, None for none."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
-def _cut(text: str) -> list[str]:
-    """`text` in pieces of about `_PIECE` characters, cut at safe boundaries only (longer where there are none)."""
-    pieces = []
-    start = 0
-    while len(text) - start > _PIECE:
-        # One character more than the piece: a boundary is seen by what follows it.
-        found = _LAST_CUT.match(text, start, start + _PIECE + 1)
-        if found is None or found.end() == start:
-            found = _NEXT_CUT.search(text, start + _PIECE)
-        if found is None:
-            break
-        pieces.append(text[start : found.end()])
-        start = found.end()
-    pieces.append(text[start:])
-    return pieces
-
-
-def _split_template(render: Callable[[str], str]) -> tuple[str, str, bool, bool]:
-    """Find `(head, tail, strips_left, strips_right)` around the user's message and check that it is only copied."""
-    parts = render(_SENTINEL).split(_SENTINEL)
-    if len(parts) != 2:
-        raise CheckpointError(f"the chat template shows the user's message {len(parts) - 1} times, not once")
-    head, tail = parts
-    strips_left = render(" \n" + _SENTINEL) == head + _SENTINEL + tail
-    strips_right = render(_SENTINEL + " \n") == head + _SENTINEL + tail
-    for content in _COPIED:
-        kept = content.lstrip() if strips_left else content
-        kept = kept.rstrip() if strips_right else kept
-        if render(content) != head + kept + tail:
-            raise CheckpointError("the chat template changes the user's message or depends on it")
-    return head, tail, strips_left, strips_right
 
 
 def _first_line(error: Exception) -> str:

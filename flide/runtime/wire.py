@@ -1,39 +1,28 @@
-"""The parser of System One requests: JSON text, decoded bodies and ``DecisionRequest`` objects pass the same checks.
+"""The parser of System One requests: decoded bodies and ``DecisionRequest`` objects pass the same checks.
 
     parse_request(parse_json(b'{"model": "jev-latest", "state": "...", "questions": {"q": {"type": "noul"}}}'))
 
 Every refusal is a ``RequestError`` whose entries use pydantic's error types. An entry says where and what is wrong and
-never repeats the value that was sent; names in a ``loc`` are shortened.
+never repeats the value that was sent: a ``loc`` ends at the field of the contract, whatever is wrong inside of it, and
+the ids and option names in it are shortened.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, Never, TypeAlias
+from typing import Any, TypeAlias
 
 from flide.errors import RequestError
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score
+from flide.runtime.strict_json import MAX_DEPTH, NOT_UNICODE, TOO_DEEP, TOO_LONG
 
-MAX_DEPTH = 128  # nested objects and arrays, the body included
 MAX_VALUES = 1_000_000  # strings, numbers, objects, ... of one body
 MAX_OPTIONS = 255  # of a choice
 MAX_LEVELS = 10  # of a score
 MAX_ERRORS = 20  # reported at once
 
-_LOC_PARTS = 16
 _LOC_CHARS = 100
-
-# Below this many brackets the C decoder is safe on any thread's stack, whatever the recursion limit was raised to.
-_SAFE_BRACKETS = 4096
-# One match per bracket outside of strings. Possessive, and also matching at the end: linear for every input.
-_BRACKET = re.compile(r'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+([\[\]{}]|\Z)', re.DOTALL)
-# One match per escape; the group is an escaped surrogate outside of a pair.
-_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
-
-_STEP = {"[": 1, "{": 1, "]": -1, "}": -1, "": 0}
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, Mapping)
@@ -42,48 +31,12 @@ _Path: TypeAlias = "tuple[_Path, str | int] | None"
 
 _INVALID: Any = object()  # stands where a value was refused, so that it is not refused twice
 
-_NOT_UNICODE = "Input should be valid Unicode text without lone surrogates"
 _NOT_QUESTIONS = "Input should be an object that maps ids to questions"
-_TOO_LONG = "Integer has too many digits"
-_TOO_DEEP = f"Input should be nested at most {MAX_DEPTH} levels deep"
 
 
-def parse_json(data: bytes | str) -> Any:
-    """Decode strict JSON: UTF-8 without a byte order mark, well-formed text, finite numbers, no repeated keys.
-
-    Raises:
-        RequestError: one ``json_invalid`` entry, with loc ``["body", character]`` where the position is known. Also for
-            more than ``MAX_DEPTH`` nested objects and arrays.
-    """
-    text = _decode(data)
-    if not text.strip(" \t\r\n"):
-        raise _json_invalid("The body is empty", 0)
-    if text.count("[") + text.count("{") > _SAFE_BRACKETS:
-        _check_brackets(text)
-    body, refusal = None, None
-    try:
-        body = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_constant)
-    except RequestError:
-        raise
-    except json.JSONDecodeError as error:
-        refusal = _json_invalid(error.msg, error.pos)
-    except RecursionError:
-        refusal = _json_invalid(_TOO_DEEP)
-    except ValueError:  # the interpreter's limit for the digits of an integer
-        refusal = _json_invalid(_TOO_LONG)
-    if refusal is not None:
-        raise refusal  # out here, where the decoder's error and the text it holds are no longer its context
-    if "\\u" in text:
-        for escape in _ESCAPE.finditer(text):
-            if escape[1]:
-                raise _json_invalid(_NOT_UNICODE, escape.start())
-    depth, level = 0, [body]
-    while level := [value for value in level if isinstance(value, dict | list)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise _json_invalid(_TOO_DEEP)
-        level = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
-    return body
+def place(*parts: Any) -> list[str | int]:
+    """The ``loc`` of an error entry: names in it are shortened, whatever was sent."""
+    return ["body", *(part if isinstance(part, int) else _shorten(part) for part in parts)]
 
 
 def parse_request(request: DecisionRequest | Mapping[str, Any]) -> DecisionRequest:
@@ -229,15 +182,18 @@ def _require(fields: dict[str, Any], name: str, loc: tuple[str, ...], problems: 
 
 
 class _Problems:
-    """The ``detail`` list of a refusal; raises by itself once it is full."""
+    """The ``detail`` list of a refusal; raises by itself once there are too many."""
 
     def __init__(self) -> None:
         self.errors: list[dict[str, Any]] = []
+        self._count = 0
 
     def add(self, loc: Sequence[Any], msg: str, kind: str) -> None:
-        parts = [part if isinstance(part, int) else _shorten(part) for part in loc[:_LOC_PARTS]]
-        self.errors.append({"loc": ["body", *parts], "msg": msg, "type": kind})
-        if len(self.errors) >= MAX_ERRORS:
+        entry = {"loc": place(*_field(loc)), "msg": msg, "type": kind}
+        if entry not in self.errors:
+            self.errors.append(entry)
+        self._count += 1
+        if self._count >= MAX_ERRORS:
             self.check()
 
     def check(self) -> None:
@@ -255,7 +211,7 @@ def _copy(body: Any, problems: _Problems) -> Any:
         # Objects can be shared, so that few of them are a body of billions of values.
         count += len(source)
         if count > MAX_VALUES:
-            problems.add(_loc(path)[:3], f"Body should have at most {MAX_VALUES} values", "too_long")
+            problems.add(_loc(path), f"Body should have at most {MAX_VALUES} values", "too_long")
             problems.check()
         is_object = isinstance(target, dict)
         children: list[tuple[Any, Any, _Path, int]] = []
@@ -280,7 +236,7 @@ def _copy(body: Any, problems: _Problems) -> Any:
             else:
                 target.append(copied)
         if children and depth == MAX_DEPTH:
-            problems.add(_loc(path)[:4], _TOO_DEEP, "value_error")
+            problems.add(_loc(path), TOO_DEEP, "value_error")
             problems.check()
         todo.extend(reversed(children))
     return root[0]
@@ -294,16 +250,23 @@ def _loc(path: _Path) -> list[str | int]:
     return loc[::-1]
 
 
+def _field(loc: Sequence[Any]) -> Sequence[Any]:
+    """The part of a location that the contract names; what lies deeper are names of the user's own content."""
+    if not loc or loc[0] != "questions":
+        return loc[:1]
+    return loc[:4] if len(loc) > 2 and loc[2] == "criteria" else loc[:3]
+
+
 def _key_problem(key: Any) -> tuple[str, str] | None:
     if not isinstance(key, str):
         return "Keys should be strings", "invalid_key"
-    return None if _is_unicode(key) else (_NOT_UNICODE, "string_unicode")
+    return None if _is_unicode(key) else (NOT_UNICODE, "string_unicode")
 
 
 def _scalar_problem(value: Any) -> tuple[str, str] | None:
     """Message and type of what is wrong with a value that is neither object nor array, or None."""
     if isinstance(value, str):
-        return None if _is_unicode(value) else (_NOT_UNICODE, "string_unicode")
+        return None if _is_unicode(value) else (NOT_UNICODE, "string_unicode")
     if type(value) not in _SCALARS:
         return f"Input should be a JSON value, not a Python {_shorten(type(value).__name__)}", "value_error"
     if type(value) is float and not math.isfinite(value):
@@ -312,7 +275,7 @@ def _scalar_problem(value: Any) -> tuple[str, str] | None:
         try:
             str(value)
         except ValueError:
-            return _TOO_LONG, "int_parsing_size"
+            return TOO_LONG, "int_parsing_size"
     return None
 
 
@@ -332,47 +295,3 @@ def _shorten(name: Any) -> str:
         return f"<{_shorten(type(name).__name__)}>"
     short = name if len(name) <= _LOC_CHARS else name[:_LOC_CHARS] + "..."
     return short.encode("utf-8", "replace").decode()
-
-
-def _json_invalid(msg: str, position: int | None = None) -> RequestError:
-    loc = ["body"] if position is None else ["body", position]
-    return RequestError([{"loc": loc, "msg": f"JSON decode error: {msg}", "type": "json_invalid"}])
-
-
-def _decode(data: bytes | str) -> str:
-    try:
-        if not isinstance(data, str):
-            return str(data, "utf-8")
-        data.encode()
-        return data
-    except UnicodeEncodeError as error:
-        position = error.start
-    except UnicodeDecodeError as error:
-        position = len(error.object[: error.start].decode())
-    raise _json_invalid("Body is not valid UTF-8", position)
-
-
-def _check_brackets(text: str) -> None:
-    depth = 0
-    for bracket in _BRACKET.finditer(text):
-        depth += _STEP[bracket[1]]
-        if depth > MAX_DEPTH:
-            raise _json_invalid(_TOO_DEEP, bracket.end() - 1)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise _json_invalid("An object has the same key twice")
-    return value
-
-
-def _finite(literal: str) -> float:
-    number = float(literal)
-    if math.isinf(number):
-        raise _json_invalid("Number is too large")
-    return number
-
-
-def _refuse_constant(literal: str) -> Never:
-    raise _json_invalid("NaN and Infinity are not JSON")

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flide import Choice, DecisionRequest, Engine, EngineConfig, ModelOutputError, Noul, RequestError, Score
+from flide import (
+    CheckpointError,
+    Choice,
+    DecisionRequest,
+    Engine,
+    EngineConfig,
+    ModelOutputError,
+    Noul,
+    RequestError,
+    Score,
+)
 from flide.models import Qwen35ForDecision
 from flide.runtime.engine import embedded_model_directory
-from flide.runtime.rounds import RoundRunner
+from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
+from tests.tiny_tokenizer import wrap, write_model_directory
 from tests.tolerance import PROBABILITY_FP32
 
 LABELS = "ABCDEFGHIJ"
@@ -217,77 +223,6 @@ def test_rounds_split_at_request_boundaries_and_answers_do_not_change(engine: En
                 )
 
 
-def test_a_single_request_must_be_wrapped(engine: Engine) -> None:
-    for single in (TICKET, DecisionRequest("s", QUESTIONS), "text"):
-        with pytest.raises(TypeError, match="list"):
-            engine.decide(single)
-    assert engine.decide([]) == []
-
-
-def test_decide_and_adecide_work_in_a_running_loop(engine: Engine) -> None:
-    async def notebook() -> tuple[Any, Any, Any]:
-        first, second = await asyncio.gather(engine.adecide([TICKET]), engine.adecide([TICKET, TICKET]))
-        return engine.decide([TICKET]), first, second
-
-    sync, first, second = asyncio.run(notebook())
-    assert len(second) == 2
-    for name in TICKET["questions"]:
-        expected = pytest.approx(sync[0][name].probabilities, abs=PROBABILITY_FP32)
-        assert first[0][name].probabilities == expected
-        assert second[1][name].probabilities == expected
-
-
-def test_adecide_raises_and_returns_exceptions_like_decide(engine: Engine) -> None:
-    with pytest.raises(RequestError):
-        asyncio.run(engine.adecide([TICKET, {}]))
-    good, bad = asyncio.run(engine.adecide([TICKET, {}], return_exceptions=True))
-    assert good["team"]
-    assert isinstance(bad, RequestError)
-
-
-def test_many_threads_share_one_engine(engine: Engine) -> None:
-    (expected,) = engine.decide([TICKET])
-    failures: list[str] = []
-
-    def ask() -> None:
-        for _ in range(5):
-            (decision,) = engine.decide([TICKET])
-            for name, answer in decision.answers.items():
-                if answer.probabilities != pytest.approx(expected[name].probabilities, abs=PROBABILITY_FP32):
-                    failures.append(name)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, entered = RoundRunner.run, threading.Event()
-
-    def slow(self: RoundRunner, requests: Any) -> Any:
-        entered.set()
-        threading.Event().wait(0.5)
-        return run(self, requests)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RoundRunner, "run", slow)
-
-        def interrupt() -> None:
-            entered.wait()
-            os.kill(os.getpid(), signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.decide([TICKET])
-        thread.join()
-    (decision,) = engine.decide([TICKET])
-    assert decision["team"].probabilities
-
-
 def test_one_failing_request_does_not_take_its_round_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RoundRunner.run
 
@@ -325,46 +260,70 @@ def test_logits_that_are_not_finite_fail_their_request_only(damaged: Engine) -> 
     assert 0 <= answered["a"].value <= 1
 
 
-def test_close_is_idempotent_and_final() -> None:
-    engine = Engine.default(EngineConfig(device="cpu"))
-    with engine:
-        engine.decide([TICKET])
-    engine.close()
-    assert engine.closed
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.decide([TICKET])
+def test_a_directory_that_is_no_model_is_called_that(tmp_path: Path) -> None:
+    for path in (tmp_path, f"{tmp_path}/"):
+        with pytest.raises(CheckpointError, match="not a model directory"):
+            Engine.from_pretrained(path)
 
 
-def test_a_forgotten_engine_stops_its_thread() -> None:
-    before = threading.active_count()
-    engine = Engine.default(EngineConfig(device="cpu"))
-    engine.decide([TICKET])
-    assert threading.active_count() == before + 1
-    del engine
-    gc.collect()
-    assert threading.active_count() == before
+def test_a_tokenizer_that_yields_more_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    model = Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    size = model.config.vocab_size
+    larger = PromptTokenizer.from_pretrained(write_model_directory(tmp_path / "larger", vocab_size=2 * size))
+    with pytest.raises(CheckpointError, match=f"yields token {larger.max_prompt_id()}, .* vocabulary has {size}$"):
+        Engine(model, larger)
+    # Control tokens beyond the embedding are harmless as long as no prompt holds them ...
+    fields = json.loads((embedded_model_directory() / "tokenizer.json").read_text())
+    extra = AddedToken("<|extra|>", normalized=False)
+    bare = Tokenizer.from_str(json.dumps(fields))
+    bare.add_tokens([extra, AddedToken("<|more|>", normalized=False)])
+    template = PromptTokenizer.from_pretrained(embedded_model_directory()).chat_template
+    unused = PromptTokenizer(wrap(bare, template=template))
+    assert unused.vocab_size > size
+    with Engine(model, unused) as engine:
+        assert engine.decide([DecisionRequest("<|extra|>", QUESTIONS)])
+    # ... but the chat template may.
+    with pytest.raises(CheckpointError, match="does not belong to the model"):
+        Engine(model, PromptTokenizer(wrap(bare, template="<|extra|>" + template)))
 
 
-def test_a_process_ends_without_close() -> None:
-    code = (
-        "from flide import *; e = Engine.default(EngineConfig(device='cpu')); "
-        "print(e.decide([DecisionRequest('s', {'q': Noul('?')})])[0]['q'].value)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert 0 <= float(done.stdout) <= 1
+def test_a_tokenizer_without_labels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = embedded_model_directory()
+    model, tokenizer = Qwen35ForDecision.from_pretrained(directory), PromptTokenizer.from_pretrained(directory)
+    monkeypatch.setattr(tokenizer, "_find_labels", list)
+    with pytest.raises(CheckpointError, match="label"):
+        Engine(model, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "tpu"}, "device"),
-        ({"device": "cuda:99"}, "device"),
-        ({"dtype": "int8"}, "dtype"),
-        ({"max_round_tokens": 0}, "max_round_tokens"),
-        ({"max_prompt_tokens": -1}, "max_prompt_tokens"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**options).resolve_device()
+def test_responses_name_the_model_as_its_path_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "files").mkdir()
+    for file in embedded_model_directory().iterdir():
+        (tmp_path / "files" / file.name).symlink_to(file)
+    for link in ("current", "mod\u00e8le"):
+        (tmp_path / link).symlink_to("files")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "files")
+    names = {
+        str(tmp_path / "files"): "files",
+        str(tmp_path / "files") + "/": "files",
+        str(tmp_path / "files" / ".." / "current"): "current",
+        "~/current": "current",
+        "~/current/": "current",
+        ".": "files",
+        "../current": "current",
+        os.fsencode("../mod\u00e8le").decode("ascii", "surrogateescape"): "mod\u00e8le",
+    }
+    for path, name in names.items():
+        with Engine.from_pretrained(path, EngineConfig(device="cpu")) as engine:
+            assert engine.model_name == name
+    with Engine.from_pretrained(".", EngineConfig(device="cpu", model_name="given")) as engine:
+        assert engine.decide([TICKET])[0].model == "given"
+
+
+def test_a_long_state_is_held_once_however_many_questions_share_it(engine: Engine) -> None:
+    request = DecisionRequest(STATES["long"], {str(i): Noul(f"Number {i}?") for i in range(100)})
+    encoded = engine.format.encode(request)
+    assert sum(map(len, encoded.tails)) < 100 * 60
+    prepared = PreparedRequest.from_encoded(request, encoded)
+    assert [[*prepared.tree.tokens, *branch.tokens] for branch in prepared.tree.children] == encoded.prompts
+    assert len(prepared.tree.tokens) >= len(encoded.shared) > 1000

@@ -3,41 +3,26 @@ from __future__ import annotations
 import itertools
 import json
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from flide.errors import RequestError
 from flide.runtime.prompt import ChatFormat, option_texts, render_value
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score
 from flide.runtime.tokenizer import PromptTokenizer
-from tests.tiny_tokenizer import CONTROL_TOKENS, SPECIAL_TOKENS, write_model_directory
+from flide.runtime.wire import MAX_ERRORS
+from tests.refusals import check_errors
+from tests.tiny_tokenizer import CONTROL_TOKENS, SPECIAL_TOKENS
 
 CONTROL = (*SPECIAL_TOKENS, *CONTROL_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_directory(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def tok(directory: Path) -> PromptTokenizer:
-    return PromptTokenizer.from_pretrained(directory)
-
-
-@pytest.fixture(scope="module")
 def chat(tok: PromptTokenizer) -> ChatFormat:
     return ChatFormat(tok)
-
-
-@pytest.fixture(scope="module")
-def hf(directory: Path) -> Any:
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def rendered(hf: Any, content: str) -> str:
@@ -179,7 +164,7 @@ class TestTokens:
     def test_hostile_requests(self, chat: ChatFormat, hf: Any, state: Any, questions: list[Question]) -> None:
         encoded = chat.encode(DecisionRequest(state, {str(i): question for i, question in enumerate(questions)}))
         assert len(encoded.prompts) == len(encoded.num_options) == len(questions)
-        assert 0 < encoded.shared_length <= prefix_length(encoded.prompts)
+        assert 0 < len(encoded.shared) <= prefix_length(encoded.prompts)
         frame = chat.tokenizer.frame
         controls = set(hf.get_added_vocab().values())
         expected_controls = [i for i in (*frame.head_ids, *frame.tail_ids) if i in controls]
@@ -210,7 +195,7 @@ class TestTokens:
             "c": Noul("\U0001f680?"),
         }
         encoded = chat.encode(DecisionRequest("The state.", questions))
-        assert encoded.shared_length < prefix_length(encoded.prompts[:2])
+        assert len(encoded.shared) < prefix_length(encoded.prompts[:2])
         for question, prompt in zip(questions.values(), encoded.prompts, strict=True):
             options = "A. Yes\nB. No\nAnswer with the letter of the correct option."
             content = f"The state.\n\nQuestion: {question.instructions}\n{options}"
@@ -220,8 +205,8 @@ class TestTokens:
     def test_shared_length_depends_on_the_state_alone(self, chat: ChatFormat, state: str) -> None:
         first = chat.encode(DecisionRequest(state, {"q": Noul("a?")}))
         many = chat.encode(DecisionRequest(state, {str(i): Noul(f"{i}?") for i in range(5)}))
-        assert first.shared_length == many.shared_length
-        shared = chat.tokenizer.decode(many.prompts[0][: many.shared_length])
+        assert first.shared == many.shared
+        shared = chat.tokenizer.decode(many.shared)
         assert shared.endswith(f"{state}\n\nQuestion".strip())
 
     def test_no_questions(self, chat: ChatFormat) -> None:
@@ -251,6 +236,13 @@ class TestErrors:
         for error, prompt in zip(caught.value.errors, encoded.prompts[1:], strict=True):
             assert str(len(prompt)) in error["msg"]
             assert str(limit) in error["msg"]
+
+    def test_many_long_prompts_are_reported_like_other_problems(self, tok: PromptTokenizer) -> None:
+        questions: dict[str, Question] = {f"{i} " + "x" * 100_000: Noul("a?") for i in range(MAX_ERRORS + 5)}
+        with pytest.raises(RequestError) as caught:
+            ChatFormat(tok, max_prompt_tokens=50).encode(DecisionRequest("word " * 90, questions))
+        assert len(check_errors(caught.value)) == MAX_ERRORS
+        assert len(str(caught.value)) < MAX_ERRORS * 300
 
     def test_limit_must_be_positive(self, tok: PromptTokenizer) -> None:
         with pytest.raises(ValueError, match="at least 1"):

@@ -184,8 +184,8 @@ def _prepare_kernel(
     p_q,
     p_k,
     p_p,
-    p_G,
-    p_gamma,
+    p_decay,
+    p_total_decay,
     p_out,
     num_segments,
     num_rows,
@@ -241,7 +241,7 @@ def _prepare_kernel(
         b_total = tl.sum(b_g, axis=0)
         b_beta = tl.where(m_rows, beta_scale * tl.sigmoid(b_b), 0.0)
 
-        tl.store(p_G + o_row, b_G, mask=m_rows)
+        tl.store(p_decay + o_row, b_G, mask=m_rows)
         _conv_norm(
             p_k,
             o_row,
@@ -322,7 +322,7 @@ def _prepare_kernel(
         b_u = tl.dot((b_T * b_beta[None, :]).to(dtype), b_v, input_precision=PRECISION)
         tl.debug_barrier()
         tl.store(p_uv, b_u.to(dtype), mask=m_store)
-        tl.store(p_gamma + i_y * N + i_h, b_total)
+        tl.store(p_total_decay + i_y * N + i_h, b_total)
         if HAS_CACHE:
             save = tl.load(p_chunk_saves + i_y).to(tl.int64)
             if save >= 0:
@@ -357,8 +357,8 @@ def _scan_kernel(
     p_q,
     p_k,
     p_p,
-    p_G,
-    p_gamma,
+    p_decay,
+    p_total_decay,
     p_out,
     p_scratch,
     p_state_pool,
@@ -406,8 +406,8 @@ def _scan_kernel(
             b_k = tl.load(p_k + o_rk, mask=m_rows, other=0.0)
             b_u = tl.load(p_u + o_row * V + o_v[None, :], mask=m_rows, other=0.0)
             b_p = tl.load(p_p + o_row * L + o_l[None, :], mask=m_rows, other=0.0)
-            b_G = tl.load(p_G + o_row, mask=m_rows, other=0.0)
-            b_total = tl.load(p_gamma + i_y * N + i_h)
+            b_G = tl.load(p_decay + o_row, mask=m_rows, other=0.0)
+            b_total = tl.load(p_total_decay + i_y * N + i_h)
             b_Sc = b_S.to(b_w.dtype)
             b_d = b_u.to(tl.float32) - tl.dot(b_w, b_Sc, input_precision=PRECISION)
             b_o = tl.dot(b_q, b_Sc, input_precision=PRECISION) * tl.exp(b_G)

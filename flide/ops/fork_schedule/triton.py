@@ -131,36 +131,36 @@ def _fork_schedule_kernel(
         o_y = base + o_b
         m_y = o_y < num_chunks
         b_seg, b_local = _owner(o_y, b_chunk_end, b_chunks, m_s)
-        b_from = tl.load(p_offsets + b_seg, mask=m_y, other=0)
+        b_lo = tl.load(p_offsets + b_seg, mask=m_y, other=0)
         b_stop = tl.load(p_offsets + b_seg + 1, mask=m_y, other=0)
-        b_first = tl.zeros([B], dtype=tl.int32)
-        b_last = tl.zeros([B], dtype=tl.int32)
+        b_row0 = tl.zeros([B], dtype=tl.int32)
+        b_row1 = tl.zeros([B], dtype=tl.int32)
         b_save = tl.full([B], -1, dtype=tl.int32)
         for k in tl.static_range(SAVES + 1):
-            b_to = b_stop
-            b_slot = tl.full([B], -1, dtype=tl.int32)
+            b_hi = b_stop
+            b_into = tl.full([B], -1, dtype=tl.int32)
             if k < SAVES:
-                b_row = tl.load(p_save_rows + b_seg * SAVES + k, mask=m_y, other=-1)
-                b_slot = tl.load(p_save_slots + b_seg * SAVES + k, mask=m_y, other=-1)
-                b_to = tl.where(b_row >= 0, b_row + 1, b_stop)
-            b_n = (b_to - b_from + L - 1) // L
+                b_cut = tl.load(p_save_rows + b_seg * SAVES + k, mask=m_y, other=-1)
+                b_into = tl.load(p_save_slots + b_seg * SAVES + k, mask=m_y, other=-1)
+                b_hi = tl.where(b_cut >= 0, b_cut + 1, b_stop)
+            b_n = (b_hi - b_lo + L - 1) // L
             m_in = (b_local >= 0) & (b_local < b_n)
-            b_first = tl.where(m_in, b_from + b_local * L, b_first)
-            b_last = tl.where(m_in, tl.minimum(b_from + b_local * L + L, b_to), b_last)
-            b_save = tl.where(m_in & (b_local == b_n - 1), b_slot, b_save)
+            b_row0 = tl.where(m_in, b_lo + b_local * L, b_row0)
+            b_row1 = tl.where(m_in, tl.minimum(b_lo + b_local * L + L, b_hi), b_row1)
+            b_save = tl.where(m_in & (b_local == b_n - 1), b_into, b_save)
             b_local -= b_n
-            b_from = b_to
+            b_lo = b_hi
         tl.store(p_chunk_segments + o_y, b_seg, mask=m_y)
-        tl.store(p_chunk_rows + 2 * o_y, b_first, mask=m_y)
-        tl.store(p_chunk_rows + 2 * o_y + 1, b_last, mask=m_y)
+        tl.store(p_chunk_rows + 2 * o_y, b_row0, mask=m_y)
+        tl.store(p_chunk_rows + 2 * o_y + 1, b_row1, mask=m_y)
         tl.store(p_chunk_saves + o_y, b_save, mask=m_y)
     b_tiles = tl.where(m_s, (b_end - b_group + BQ - 1) // BQ - b_low, 0)
     for base in range(pid * B, num_tiles, tl.num_programs(0) * B):
         o_i = base + o_b
         m_own = (b_tile_end[None, :] - b_tiles[None, :] <= o_i[:, None]) & (o_i[:, None] < b_tile_end[None, :])
-        b_first = b_group + (b_low - b_tile_end + b_tiles) * BQ
-        b_row = tl.sum(tl.where(m_own, b_first[None, :], 0), axis=1) + o_i * BQ
-        tl.store(p_tiles + o_i, b_row, mask=o_i < num_tiles)
+        b_tile_row = b_group + (b_low - b_tile_end + b_tiles) * BQ
+        b_of_tile = tl.sum(tl.where(m_own, b_tile_row[None, :], 0), axis=1) + o_i * BQ
+        tl.store(p_tiles + o_i, b_of_tile, mask=o_i < num_tiles)
 
 
 @triton.jit

@@ -1,0 +1,108 @@
+"""Where a text can be cut so that encoding the pieces is encoding the whole.
+
+A cut is between a letter and an ASCII character that is no letter (or a Chinese comma or full stop), or between a digit
+and an ASCII character that is no digit. Whether that is safe depends on the tokenizer: `splits_at_safe_boundaries`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+__all__ = ["cut", "last_cut", "splits_at_safe_boundaries"]
+
+# Most characters of a piece of a long text, where it can be cut: enough that starting a piece costs nothing, few enough
+# that a state of some thousand words keeps several cores busy.
+_PIECE = 4096
+
+# Letters (\p{L}) that NFC leaves alone: Latin, Greek, Cyrillic, kana, Chinese, Hangul; all older than any Unicode table
+# in use. What may follow them: ASCII without letters, the comma and the full stops of Chinese and Japanese.
+_LETTERS = (
+    r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0410-\u044f"
+    r"\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+_SAFE = rf"(?:(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f]))"
+_NEXT_CUT = re.compile(_SAFE)
+_LAST_CUT = re.compile(r".*" + _SAFE, re.DOTALL)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_QWEN2_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KNOWN_SPLITS = frozenset(
+    {
+        # GPT-2
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        # Qwen2, Qwen3
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _QWEN2_END,
+        # Llama 3
+        _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _QWEN2_END,
+        # Qwen3.5
+        _CONTRACTIONS
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+
+
+def splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
+    r"""Whether encoding `a + b` is encoding `a`, then `b`, for every cut that `_SAFE` finds.
+
+    It is if each stage works on both sides alone:
+
+    * Normalizer: none, or NFC. What follows the cut is a starter that never combines with what precedes it, so NFC
+      of the whole is NFC of the parts, and the listed letters and digits stay what they are.
+    * Pre-tokenizer: one of four regexes (or the GPT-2 one inside ByteLevel), matched from left to right. In each, a
+      match that contains a letter ends with its run of letters (and marks), and one that contains a digit ends within
+      its run of digits; so a match ends at the cut. The only look-ahead, `\s+(?!\S)`, is behind whitespace and cannot
+      see past the letter; there is no look-behind, so the next match starts as at the start of a text.
+    * Byte-level BPE without dropout: it works on one match at a time. A blank put before each text would differ.
+    """
+    model = tokenizer.model
+    if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if _settings(tokenizer.normalizer) not in (None, {"type": "NFC"}):
+        return False
+    steps = _settings(tokenizer.pre_tokenizer) or {}
+    *splits, last = steps.get("pretokenizers") or [steps]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
+        return False
+    if not splits:
+        return last.get("use_regex", True) is True
+    first, *more = splits
+    known = (
+        first.get("type") == "Split"
+        and first.get("behavior") == "Isolated"
+        and first.get("invert") is False
+        and first.get("pattern", {}).get("Regex") in _KNOWN_SPLITS
+    )
+    return known and not more
+
+
+def _settings(part: Any) -> Any:
+    """The JSON of a normalizer or pre-tokenizer, None for none."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def cut(text: str) -> list[str]:
+    """`text` in pieces of about `_PIECE` characters, cut at safe boundaries only (longer where there are none)."""
+    pieces = []
+    start = 0
+    while len(text) - start > _PIECE:
+        # One character more than the piece: a boundary is seen by what follows it.
+        found = _LAST_CUT.match(text, start, start + _PIECE + 1)
+        if found is None or found.end() == start:
+            found = _NEXT_CUT.search(text, start + _PIECE)
+        if found is None:
+            break
+        pieces.append(text[start : found.end()])
+        start = found.end()
+    pieces.append(text[start:])
+    return pieces
+
+
+def last_cut(text: str) -> int:
+    """Length of `text` up to its last safe boundary, 0 if there is none."""
+    found = _LAST_CUT.match(text)
+    return found.end() if found else 0

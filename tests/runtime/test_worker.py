@@ -1,0 +1,266 @@
+"""The engine thread: whatever is cancelled, closed, forgotten or raised, every future ends and nothing blocks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flide.runtime.worker import Job, Worker
+
+TIMEOUT = 20
+
+
+class Request:
+    """What a worker sees of a prepared request."""
+
+    def __init__(self, name: Any = "", num_tokens: int = 1) -> None:
+        self.name, self.num_tokens = name, num_tokens
+
+
+class Runner:
+    """Answers with the request's name; ``before`` can hold up or break a round."""
+
+    def __init__(self, before: Callable[[list[Any]], Any] = lambda names: None) -> None:
+        self.before, self.rounds = before, []
+
+    def run(self, requests: list[Request]) -> list[Any]:
+        names = [request.name for request in requests]
+        self.before(names)
+        self.rounds.append(names)
+        return [f"answer to {name}" for name in names]
+
+
+class Gate:
+    """Holds up rounds until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, names: list[Any]) -> None:
+        self.entered.set()
+        assert self.opened.wait(TIMEOUT)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+def jobs_of(*names: Any, num_tokens: int = 1) -> list[Any]:
+    return [Job(Request(name, num_tokens)) for name in names]  # type: ignore[arg-type]
+
+
+def start(runner: Any, max_tokens: int = 100) -> Worker:
+    return Worker(runner, max_tokens)
+
+
+def in_thread(function: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def held_up(worker: Worker, gate: Gate) -> Any:
+    """A job whose round has begun and waits at the gate."""
+    (job,) = jobs = jobs_of("first")
+    worker.submit(jobs)
+    assert gate.entered.wait(TIMEOUT)
+    return job
+
+
+def test_what_waits_shares_rounds_in_order_up_to_the_limit(gate: Gate) -> None:
+    runner = Runner(gate)
+    worker = start(runner, max_tokens=10)
+    first = held_up(worker, gate)
+    batches = [jobs_of("a", "b", num_tokens=4), jobs_of("c", num_tokens=4), jobs_of("huge", num_tokens=50)]
+    batches += [[], jobs_of("d"), jobs_of("e", num_tokens=9)]
+    for jobs in batches:
+        worker.submit(jobs)
+    gate.opened.set()
+    answers = [job.future.result(TIMEOUT) for job in [first, *sum(batches, [])]]
+    assert answers == [f"answer to {name}" for name in ["first", "a", "b", "c", "huge", "d", "e"]]
+    assert runner.rounds == [["first"], ["a", "b"], ["c"], ["huge"], ["d", "e"]]
+    worker.close()
+
+
+def test_cancelled_jobs_are_dropped_and_take_no_room(gate: Gate) -> None:
+    runner = Runner(gate)
+    worker = start(runner, max_tokens=10)
+    first = held_up(worker, gate)
+    jobs = jobs_of(*range(6), num_tokens=4)
+    worker.submit(jobs)
+    assert not first.future.cancel()  # its round runs
+    assert all(job.future.cancel() for job in jobs[:5] if job is not jobs[2])
+    gate.opened.set()
+    assert jobs[5].future.result(TIMEOUT) == "answer to 5"
+    assert runner.rounds == [["first"], [2, 5]]
+    worker.close()
+
+
+def test_close_finishes_what_was_submitted_and_every_closer_waits_for_it(gate: Gate) -> None:
+    runner = Runner(gate)
+    worker = start(runner, max_tokens=1)
+    held_up(worker, gate)
+    jobs = jobs_of(*range(5))
+    worker.submit(jobs)
+    answered: list[bool] = []
+
+    def close() -> None:
+        worker.close()
+        answered.append(all(job.future.done() for job in jobs))
+
+    closers = [in_thread(close) for _ in range(3)]
+    while not worker.closed:
+        time.sleep(0.001)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="closed"):  # at once, not when the others are done
+        worker.submit(jobs_of("late"))
+    assert time.monotonic() - started < TIMEOUT / 2
+    gate.opened.set()
+    for closer in closers:
+        closer.join(TIMEOUT)
+    assert answered == [True] * 3
+    assert [job.future.result() for job in jobs] == [f"answer to {i}" for i in range(5)]
+    worker.close()
+
+
+def test_the_thread_itself_can_close_while_others_wait_for_its_end() -> None:
+    other_waits = threading.Event()
+
+    def close(names: list[Any]) -> None:
+        closer = in_thread(worker.close)
+        while not worker.closed:
+            time.sleep(0.001)
+        worker.close()
+        other_waits.set()
+        assert closer.is_alive()
+
+    worker = start(Runner(close))
+    (job,) = jobs = jobs_of("a")
+    worker.submit(jobs)
+    assert job.future.result(TIMEOUT) == "answer to a"
+    assert other_waits.is_set()
+
+
+def test_a_callback_can_close() -> None:
+    worker, closed = start(Runner()), threading.Event()
+    (job,) = jobs = jobs_of("a")
+    job.future.add_done_callback(lambda _: (worker.close(), closed.set()))
+    worker.submit(jobs)
+    assert closed.wait(TIMEOUT)
+
+
+def test_no_future_is_left_when_submitting_races_closing() -> None:
+    for _ in range(30):
+        worker, jobs, begin = start(Runner(), max_tokens=3), [], threading.Barrier(5)
+
+        def submit(worker: Worker = worker, jobs: list[Any] = jobs, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            for _ in range(30):
+                new = jobs_of("x", "y")
+                try:
+                    worker.submit(new)
+                except RuntimeError:
+                    return
+                jobs += new
+
+        threads = [in_thread(submit) for _ in range(4)]
+        begin.wait()
+        worker.close()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        for job in jobs:
+            error = job.future.exception(TIMEOUT)
+            assert error is None or "closed" in str(error)
+
+
+def test_closing_amid_a_submission_of_the_same_thread_leaves_no_future() -> None:
+    """As a signal handler does it."""
+    worker = start(Runner())
+
+    check = worker.check
+    worker.check = lambda: (check(), worker.close())  # type: ignore[method-assign, func-returns-value, assignment]
+    (job,) = jobs = jobs_of("a")
+    worker.submit(jobs)
+    with pytest.raises(RuntimeError, match="closed"):
+        job.future.result(TIMEOUT)
+
+
+def test_collecting_a_worker_neither_waits_for_a_round_nor_leaves_its_thread(gate: Gate) -> None:
+    worker = start(Runner(gate))
+    held_up(worker, gate)
+    thread = worker._thread
+    del worker  # would block here until the gate opens
+    gc.collect()
+    assert thread.is_alive()
+    gate.opened.set()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_what_is_done_is_not_kept() -> None:
+    worker = start(Runner())
+    jobs = jobs_of("a", "b")
+    requests = [weakref.ref(job.prepared) for job in jobs]
+    futures = [weakref.ref(job.future) for job in jobs]
+    worker.submit(jobs)
+    assert [job.future.result(TIMEOUT) for job in jobs] == ["answer to a", "answer to b"]
+    del jobs
+    deadline = time.monotonic() + TIMEOUT
+    while any(ref() is not None for ref in requests + futures):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    worker.close()
+
+
+@pytest.mark.parametrize("kind", [StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_errors_that_end_threads_and_loops_are_reported_as_failures(kind: type[BaseException]) -> None:
+    error = kind("x")
+
+    def fail(names: list[Any]) -> None:
+        if "bad" in names:
+            raise error
+
+    worker = start(Runner(fail))
+    good, bad, other = jobs = jobs_of("good", "bad", "other")
+    worker.submit(jobs)
+    with pytest.raises(RuntimeError, match=f"running the model failed: {kind.__name__}") as caught:
+        bad.future.result(TIMEOUT)
+    assert caught.value.__cause__ is error
+    assert good.future.result(TIMEOUT) == "answer to good"
+    assert other.future.result(TIMEOUT) == "answer to other"
+    worker.close()
+
+
+def test_a_log_handler_that_raises_does_not_end_the_thread() -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space for logs")
+
+    def fail(names: list[Any]) -> None:
+        raise MemoryError
+
+    runner, handler = Runner(fail), Broken()
+    worker = start(runner)
+    logger = logging.getLogger("flide.engine")
+    logger.addHandler(handler)
+    try:
+        jobs = jobs_of("a", "b")
+        worker.submit(jobs)
+        for job in jobs:
+            assert isinstance(job.future.exception(TIMEOUT), OSError | MemoryError)
+    finally:
+        logger.removeHandler(handler)
+    runner.before = lambda names: None
+    worker.submit(again := jobs_of("c"))
+    assert again[0].future.result(TIMEOUT) == "answer to c"
+    worker.close()
