@@ -27,25 +27,8 @@ from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a program may have
 FLOATS = {"p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
-BFLOATS = set(
-    [
-        "p_qkv",
-        "p_a",
-        "p_b",
-        "p_weight",
-        "p_dt_bias",
-        "p_conv_pool",
-        "p_w",
-        "p_u",
-        "p_q",
-        "p_k",
-        "p_v",
-        "p_p",
-        "p_out",
-        "p_pool",
-        "p_query_out",
-    ]
-)
+BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_u", "p_q", "p_k", "p_p", "p_v"}
+BFLOATS |= {"p_out", "p_pool"}
 SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32"}
 
 
