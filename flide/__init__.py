@@ -12,13 +12,12 @@ For research without the engine see ``flide.models``; for the stream see ``flide
 
 import logging as _logging
 
-from flide.errors import CheckpointError, FlideError, RequestError
+from flide.errors import CheckpointError, FlideError, ModelOutputError, RequestError
 from flide.models import AutoModelForDecision
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import ChoiceAnswer, Decision, NoulAnswer, ScoreAnswer, Usage
 from flide.runtime.engine import Engine, embedded_model_directory
 from flide.runtime.request import Choice, DecisionRequest, Noul, Score
-from flide.runtime.rounds import ModelOutputError
 from flide.version import __version__
 
 _logging.getLogger("flide").addHandler(_logging.NullHandler())

@@ -1,4 +1,4 @@
-"""The errors users meet. All are ``ValueError``: bad input, not a bug in Flide."""
+"""The errors users meet. Bad input is a ``ValueError``; a model whose output is no number is a ``RuntimeError``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class FlideError(ValueError):
 
 class CheckpointError(FlideError):
     """A model directory that cannot be loaded: bad config, missing, unexpected or wrongly shaped tensors."""
+
+
+class ModelOutputError(RuntimeError):
+    """The model produced logits that are not finite; its weights are damaged or its dtype overflows."""
 
 
 class RequestError(FlideError):

@@ -80,7 +80,7 @@ def bench(workload: str, size: str) -> dict[str, float]:
     schedule = fork_schedule(meta, conv_width=4, query_block=block)
 
     def delta() -> Tensor:
-        slots = meta.initial_slots, meta.final_slots
+        slots = meta.row_segments, meta.initial_slots, meta.final_slots
         return fork_gated_delta_triton(*inputs, *pools, scratch, *tree, *slots, schedule, depth=2, **sizes)
 
     def attention(query_rows: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a program may have
 FLOATS = {"p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
 BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_u", "p_q", "p_k", "p_p", "p_v"}
-BFLOATS |= {"p_out", "p_pool"}
+BFLOATS |= {"p_out", "p_pool", "p_conv", "p_to"}
 SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32"}
 
 
@@ -42,12 +42,22 @@ def kernels() -> dict[str, tuple[Any, dict[str, Any], int]]:
         found[f"schedule, {segments} segments"] = schedule._fork_schedule_kernel, constants, 8
     for heads in (16, 32, 48):
         for cache in (False, True):
-            constants = {**sizes, "N": heads, "E": 16, "B": delta.BLOCK, "WIDTH": 4, "WINDOW": 4, "FAST": True}
-            constants |= {"HAS_CACHE": cache}
-            name = f"prepare, {heads} heads, {'cached' if cache else 'fresh'}"
-            found[name] = delta._prepare_kernel, constants, delta.PREPARE_WARPS
+            kind = f"{heads} heads, {'cached' if cache else 'fresh'}"
+            constants = {"N": heads, "E": 16, "K": 128, "V": 128, "WIDTH": 4, "HAS_CACHE": cache}
+            convolution = {"BR": delta.CONV_ROWS, "FAST": True}
+            found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, delta.CONV_WARPS
+            constants |= {"L": CHUNK, "PRECISION": "tf32", "B": delta.BLOCK, "WINDOW": 4}
+            found[f"prepare, {kind}"] = delta._prepare_kernel, constants, delta.PREPARE_WARPS
     for level, columns in delta.SCAN_COLUMNS.items():
-        constants = {**sizes, "N": 16, "BV": columns, "LEVEL": level, "HAS_CACHE": True, "STAGES": delta.SCAN_STAGES}
+        constants = {
+            **sizes,
+            "N": 16,
+            "E": 16,
+            "BV": columns,
+            "LEVEL": level,
+            "HAS_CACHE": True,
+            "STAGES": delta.SCAN_STAGES,
+        }
         found[f"scan, level {level}"] = delta._scan_kernel, constants, delta.SCAN_WARPS
     for group in (4, 6):
         padded = triton.next_power_of_2(group)

@@ -84,10 +84,10 @@ def training_text(seed: int = 0) -> list[str]:
 
 
 def build_tokenizer(vocab_size: int = 1280, *, seed: int = 0) -> Tokenizer:
-    """The bare `tokenizers.Tokenizer` of exactly `vocab_size` entries, the added tokens last.
+    """The bare ``tokenizers.Tokenizer`` of exactly ``vocab_size`` entries, the added tokens last.
 
     Raises:
-        ValueError: `vocab_size` is below `MIN_VOCAB_SIZE`, or above what the training text can fill.
+        ValueError: ``vocab_size`` is below ``MIN_VOCAB_SIZE``, or above what the training text can fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
@@ -115,11 +115,11 @@ def build_tokenizer(vocab_size: int = 1280, *, seed: int = 0) -> Tokenizer:
 
 
 def write_tokenizer(directory: Path, *, vocab_size: int = 1280, template: str | None = CHAT_TEMPLATE) -> None:
-    """Write the files of a transformers tokenizer into `directory` (made if missing); other files there stay.
+    """Write the files of a transformers tokenizer into ``directory`` (made if missing); other files there stay.
 
     Args:
         directory: where tokenizer.json, tokenizer_config.json and the template go.
-        vocab_size: entries with the added tokens, `MIN_VOCAB_SIZE` or more.
+        vocab_size: entries with the added tokens, ``MIN_VOCAB_SIZE`` or more.
         template: Jinja source of the chat template; None writes a tokenizer without one.
     """
     directory.mkdir(parents=True, exist_ok=True)

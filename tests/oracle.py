@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from flide.runtime.tree import TokenTree
@@ -41,7 +41,11 @@ def tiny_config(**overrides: Any) -> Qwen3_5TextConfig:
 
 
 def tiny_transformers_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A random model whose logits have a standard deviation near 1 and whose small parameters are not at rest."""
+    """A random model whose logits have a standard deviation near 1 and whose small parameters are not at rest.
+
+    A token's query and key are made alike: where their product is near 0, the delta rule's output is tiny and the norm
+    behind it blows its rounding up, so that float32 computations of a small random model differ by far more than rounding.
+    """
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(tiny_config(**overrides)).to(torch.float32).eval()
     for name, parameter in model.named_parameters():
@@ -49,14 +53,22 @@ def tiny_transformers_model(*, seed: int = 0, dtype: torch.dtype = torch.float32
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
         elif "embed" not in name:
             parameter.data.normal_(std=parameter[0].numel() ** -0.5)
+    for layer in model.model.layers:
+        if hasattr(layer, "linear_attn"):
+            for weight in (layer.linear_attn.in_proj_qkv.weight, layer.linear_attn.conv1d.weight):
+                size = model.config.linear_num_key_heads * model.config.linear_key_head_dim
+                weight.data[:size] = weight.data[size : 2 * size] + 0.5 * weight.data[:size]
     # Tied or not, the head's rows set the scale of the logits; the first norm undoes that of the embedding.
     for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
         weight.data.normal_(std=model.config.hidden_size**-0.5)
-    return model.to(dtype)
+    frequencies = model.model.rotary_emb.inv_freq
+    model.to(dtype)
+    model.model.rotary_emb.inv_freq = frequencies  # float32 in a loaded model of any dtype
+    return model
 
 
-def save_transformers(model: nn.Module, directory: Path, **options: Any) -> Path:
-    model.save_pretrained(directory, **options)  # type: ignore[operator]
+def save_transformers(model: Any, directory: Path, **options: Any) -> Path:
+    model.save_pretrained(directory, **options)
     return directory
 
 

@@ -299,10 +299,8 @@ def test_closed_and_full_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_process_on_a_full_disk_complains_once() -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "flide", "info", str(embedded_model_directory())],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "flide", "info", str(embedded_model_directory())]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -10,11 +11,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import flide
+from flide.runtime.engine import embedded_model_directory
+from scripts.make_embedded_model import make
 
 ROOT = Path(__file__).parents[1]
-# `flide-torch` is ours; the bare name on the index is another project.
+# ``flide-torch`` is ours; the bare name on the index is another project.
 INSTALL_BARE_NAME = re.compile(r"(pip|uv|poetry|conda)\s+(install|add)\s+(-\S+\s+)*['\"]?flide(?!-torch)\b")
 
 
@@ -60,6 +65,20 @@ def test_the_package_is_typed_and_named() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "flide-torch"
     assert set(project["optional-dependencies"]) >= {"serve", "train", "bench", "test"}
+
+
+def test_the_embedded_model_is_what_its_script_makes(tmp_path: Path) -> None:
+    make(tmp_path)
+    shipped = embedded_model_directory()
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in shipped.iterdir()}
+    configs = [(path / "config.json").read_text() for path in (tmp_path, shipped)]
+    assert configs[0] == configs[1]
+    vocabularies = [json.loads((path / "tokenizer.json").read_text())["model"] for path in (tmp_path, shipped)]
+    assert vocabularies[0] == vocabularies[1]
+    made, kept = (load_file(path / "model.safetensors") for path in (tmp_path, shipped))
+    assert made.keys() == kept.keys()
+    for name, tensor in made.items():
+        torch.testing.assert_close(kept[name], tensor)  # another processor may round otherwise
 
 
 def test_nothing_tells_people_to_install_the_other_project() -> None:

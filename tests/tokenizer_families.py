@@ -62,7 +62,7 @@ FRAGMENTS = [
     "\u2028",
     "\u00a0",
 ]
-# Above the basic plane the Unicode tables of Python and `tokenizers` may disagree about NFC.
+# Above the basic plane the Unicode tables of Python and ``tokenizers`` may disagree about NFC.
 CHARACTERS = st.characters(max_codepoint=0xFFFF, exclude_categories=("Cs", "Cn"))
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(CHARACTERS, max_size=8), max_size=12).map("".join)
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

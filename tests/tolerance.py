@@ -12,6 +12,8 @@ PROBABILITY_FP32 = 1e-5
 LOW_PRECISION_BUDGET = 2.0
 # bfloat16: RMS logit error against the float32 isolated-prompt reference, relative to transformers' own.
 BF16_ERROR_RATIO = 1.1
+# Python floats: sums of a few probabilities.
+PROBABILITY_SUM = 1e-12
 # float32 pointwise arithmetic in another order: a few units in the last place.
 FP32_ROUNDING = 1e-6
 # bfloat16 kernels against float64, relative to the error that rounding the exact result to bfloat16 makes.

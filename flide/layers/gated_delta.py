@@ -115,6 +115,7 @@ class ForkGatedDeltaNet(KeepFloat32):
             segment_parents=meta.segment_parents,
             initial_slots=meta.initial_slots,
             final_slots=meta.final_slots,
+            row_segments=meta.row_segments,
             save_rows=meta.save_rows,
             save_slots=meta.save_slots,
             num_key_heads=self.num_key_heads,

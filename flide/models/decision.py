@@ -26,6 +26,8 @@ from flide.models.weights import (
     save_checkpoint,
     stream_weights,
 )
+from flide.ops.fork_attention import unsupported as attention_unsupported
+from flide.ops.fork_gated_delta import unsupported as delta_unsupported
 from flide.runtime.metadata import ForkMetadata
 
 
@@ -175,6 +177,21 @@ class ForDecision(nn.Module):
             elif isinstance(module, ForkGatedDeltaNet):
                 module.allocate_pools(slots=slots, parents=parents, scratch=scratch)
                 scratch = module.scratch
+
+    def check_kernels(self) -> None:
+        """See that the CUDA kernels can serve every layer.
+
+        Raises:
+            CheckpointError: they cannot, because of the sizes named.
+        """
+        for module in self.modules():
+            problem = None
+            if isinstance(module, ForkAttention):
+                problem = attention_unsupported(module.head_dim, window=module.window)
+            elif isinstance(module, ForkGatedDeltaNet):
+                problem = delta_unsupported(module.key_dim, module.value_dim)
+            if problem:
+                raise CheckpointError(f"{type(self).__name__} cannot run on CUDA: {problem}")
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers under the checkpoint's names; a tied head is left out."""

@@ -156,7 +156,6 @@ def match_tensors(
     *,
     renames: Iterable[tuple[str, str]] = (),
     ignored: Iterable[str] = (),
-    optional: Iterable[str] = (),
 ) -> dict[str, StoredTensor]:
     """Pair every model tensor with its stored one.
 
@@ -165,12 +164,11 @@ def match_tensors(
         stored: the checkpoint's tensors by key.
         renames: (pattern, replacement) applied in order to stored keys to get model names.
         ignored: patterns of stored keys that belong to parts the model leaves out.
-        optional: model names that may be absent (ties).
 
     Raises:
         CheckpointError: one error that names missing, unexpected, wrongly shaped and non-float tensors.
     """
-    renames, ignored, optional = list(renames), list(ignored), set(optional)
+    renames, ignored = list(renames), list(ignored)
     matched: dict[str, StoredTensor] = {}
     problems: list[str] = []
     unexpected: list[str] = []
@@ -191,7 +189,7 @@ def match_tensors(
             wrong[name] = f"{key} is {tensor.dtype}, expected a float type"
         else:
             matched[name] = tensor
-    missing = sorted(set(expected) - set(matched) - optional - set(wrong))
+    missing = sorted(set(expected) - set(matched) - set(wrong))
     if missing:
         problems.append(f"missing: {_some(missing)}")
     if unexpected:

@@ -51,7 +51,7 @@ NEIGHBOURS = (
 class ChatFrame:
     """What the chat template puts around the one user message, with an answer about to start and thinking off.
 
-    A prompt is `head_ids + encode(head_text + content + tail_text) + tail_ids`: plain text next to the content is
+    A prompt is ``head_ids + encode(head_text + content + tail_text) + tail_ids``: plain text next to the content is
     encoded with it, because tokens cross that seam.
 
     Attributes:
@@ -60,7 +60,7 @@ class ChatFrame:
         tail_text: plain text from the content to the next control token.
         tail_ids: tokens from that control token on.
         label_context: text after the last control token, where the answer is read.
-        strips_left: the template drops whitespace (as `str.lstrip` does) before the content.
+        strips_left: the template drops whitespace (as ``str.lstrip`` does) before the content.
         strips_right: the same for whitespace after the content.
     """
 
@@ -107,7 +107,7 @@ class ChatFrame:
 
 
 def _split_template(render: Callable[[str], str]) -> tuple[str, str, bool, bool]:
-    """Find `(head, tail, strips_left, strips_right)` around the user's message and check that it is only copied."""
+    """Find ``(head, tail, strips_left, strips_right)`` around the user's message and check that it is only copied."""
     parts = render(_SENTINEL).split(_SENTINEL)
     if len(parts) != 2:
         raise CheckpointError(f"the chat template shows the user's message {len(parts) - 1} times, not once")

@@ -18,7 +18,7 @@ class EngineConfig:
     Attributes:
         device: "auto" (CUDA if there is one, else the CPU) or a torch device.
         dtype: of weights and matrix products; "auto" is bfloat16 on CUDA and float32 elsewhere. Recurrent states,
-            gates, softmax, norms and option logits are float32 in any case.
+            gates, softmax, norms and option logits never have less than float32.
         max_round_tokens: stream rows that requests may share in one round; a longer request runs alone. None for 16,384
             on CUDA and 4,096 elsewhere.
         max_prompt_tokens: longest prompt of one question, its state included; None for what the model was made for.

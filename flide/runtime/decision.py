@@ -21,10 +21,15 @@ from flide.runtime.request import Choice, Noul, Question, Value
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request: read by the model, and written (a decision writes none)."""
+    """Tokens of one request.
+
+    Attributes:
+        input_tokens: rows the model read: the shared state once, and each question.
+        output_tokens: answers given, one to a question.
+    """
 
     input_tokens: int
-    output_tokens: int = 0
+    output_tokens: int
 
     def to_dict(self) -> dict[str, int]:
         return {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens}

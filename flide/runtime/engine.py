@@ -22,7 +22,7 @@ from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import DecisionRequest
-from flide.runtime.rounds import ModelOutputError, PreparedRequest, RoundRunner
+from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.wire import parse_request
 from flide.runtime.worker import Job, Worker
@@ -77,7 +77,7 @@ class Engine:
         """An engine for a model directory or Hub id.
 
         Raises:
-            CheckpointError: the model or its tokenizer cannot be loaded.
+            CheckpointError: the model or its tokenizer cannot be loaded, or has sizes the CUDA kernels lack.
             ValueError: a device or dtype that cannot be had.
         """
         config = config or EngineConfig()
@@ -86,8 +86,6 @@ class Engine:
         family = family_of(read_config(directory))
         tokenizer = PromptTokenizer.from_pretrained(directory)
         model = family.from_pretrained(directory, dtype=config.resolve_dtype(), device=device)
-        if device.type == "cuda":
-            logger.warning("no CUDA kernels yet: the ops run as their reference, which is exact but slow")
         if config.model_name is None:
             config = replace(config, model_name=_name_of(path, directory))
         return cls(model, tokenizer, config)
@@ -222,4 +220,4 @@ def _wait(outcome: Job | RequestError, return_exceptions: bool) -> Decision | Ex
         return error
 
 
-__all__ = ["EMBEDDED_MODEL", "Engine", "ModelOutputError", "embedded_model_directory"]
+__all__ = ["EMBEDDED_MODEL", "Engine", "embedded_model_directory"]

@@ -80,6 +80,16 @@ class TrunkCache:
     saves: tuple[tuple[int, int], ...] = ()
 
 
+def fresh_caches(trees: Sequence[TokenTree]) -> list[TrunkCache]:
+    """KV pages for trunks that live for one round: numbered from 0, request by request."""
+    caches, page = [], 0
+    for tree in trees:
+        count = -(-len(tree.tokens) // PAGE_SIZE)
+        caches.append(TrunkCache(pages=tuple(range(page, page + count))))
+        page += count
+    return caches
+
+
 @dataclass(frozen=True, slots=True)
 class _Segment:
     tree: TokenTree

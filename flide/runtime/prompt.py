@@ -30,7 +30,7 @@ _NUM_LETTERS = 52
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """The isolated prompts of one request, with what they share held once: `shared + tails[i]` is the i-th.
+    """The isolated prompts of one request, with what they share held once: ``shared + tails[i]`` is the i-th.
 
     Attributes:
         shared: token ids that all prompts begin with. Tails may begin alike, too: where the tokenizer's cuts are safe,
@@ -66,9 +66,9 @@ def render_value(value: Value) -> str:
 def option_texts(question: Question) -> list[str]:
     """The options as the model sees them, without labels, in the order of the labels.
 
-    A choice shows `name` or `name: description`, a score its levels from low to high. A noul shows Yes, then No, under
-    the same neutral letters as every question: yes/no labels were not measured on a trained model, and some models
-    ignore the state with them.
+    A choice shows ``name`` or ``name: description``, a score its levels from low to high. A noul shows Yes, then No,
+    under the same neutral letters as every question: yes/no labels were not measured on a trained model, and some
+    models ignore the state with them.
     """
     match question:
         case Choice(criteria=criteria):
@@ -95,7 +95,7 @@ class ChatFormat:
         self.max_prompt_tokens = max_prompt_tokens
 
     def encode(self, request: DecisionRequest) -> EncodedRequest:
-        """The prompts of all questions of `request`; the state is tokenized once.
+        """The prompts of all questions of ``request``; the state is tokenized once.
 
         Raises:
             RequestError: a question has more options than there are labels or makes too long a prompt, a value cannot
@@ -114,10 +114,10 @@ class ChatFormat:
         return EncodedRequest(shared_ids, tail_ids, num_options)
 
     def label_ids(self, count: int) -> list[int]:
-        """Token ids of the first `count` labels: the output rows that a question of so many options needs.
+        """Token ids of the first ``count`` labels: the output rows that a question of so many options needs.
 
         Raises:
-            RequestError: there are fewer labels (`tokenizer.num_labels()` says how many).
+            RequestError: there are fewer labels (``tokenizer.num_labels()`` says how many).
         """
         return [label.id for label in self.tokenizer.labels(count)]
 

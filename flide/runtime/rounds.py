@@ -12,16 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flide.errors import ModelOutputError
 from flide.models.decision import ForDecision
 from flide.runtime.decision import Decision, Usage, answer_question
-from flide.runtime.metadata import ForkMetadata
+from flide.runtime.metadata import ForkMetadata, fresh_caches
 from flide.runtime.prompt import EncodedRequest
 from flide.runtime.request import DecisionRequest
 from flide.runtime.tree import TokenTree
-
-
-class ModelOutputError(RuntimeError):
-    """The model produced logits that are not finite; its weights are damaged or its dtype overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,16 @@ class RoundRunner:
     def __init__(self, model: ForDecision, label_ids: Sequence[int], *, model_name: str) -> None:
         self.model, self.model_name = model, model_name
         self.label_rows_LD = model.label_rows(label_ids)
+        # The kernels read trunks from pages and branches' initial states from scratch; the references need neither.
+        self._has_kernels = self.label_rows_LD.is_cuda
+        self._pages, self._parents = 0, 0
+        if self._has_kernels:
+            model.check_kernels()
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PreparedRequest]) -> list[Decision | ModelOutputError]:
         """Answer every request of one round, in order."""
-        meta = ForkMetadata.pack([r.tree for r in requests]).to(self.label_rows_LD.device)
+        meta = self._pack([r.tree for r in requests])
         hidden_states_ND = self.model(meta.tokens, meta)
         logits_NL = self.model.label_logits(hidden_states_ND, self.label_rows_LD).cpu().numpy()
         results: list[Decision | ModelOutputError] = []
@@ -69,6 +71,18 @@ class RoundRunner:
             results.append(self._decide(request, logits_NL[row : row + count]))
             row += count
         return results
+
+    def _pack(self, trees: Sequence[TokenTree]) -> ForkMetadata:
+        device = self.label_rows_LD.device
+        if not self._has_kernels:
+            return ForkMetadata.pack(trees).to(device)
+        caches = fresh_caches(trees)
+        meta = ForkMetadata.pack(trees, caches=caches, pin_memory=True)
+        pages, parents = meta.capacity.pages, int(meta.final_slots.max()) + 1
+        if pages > self._pages or parents > self._parents:
+            self._pages, self._parents = max(pages, self._pages), max(parents, self._parents)
+            self.model.allocate_pools(pages=self._pages, parents=self._parents)
+        return meta.to(device, non_blocking=True)
 
     def _decide(self, prepared: PreparedRequest, logits_NL: NDArray[np.float32]) -> Decision | ModelOutputError:
         answers = {}

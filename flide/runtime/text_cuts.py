@@ -1,7 +1,7 @@
 """Where a text can be cut so that encoding the pieces is encoding the whole.
 
 A cut is between a letter and an ASCII character that is no letter (or a Chinese comma or full stop), or between a digit
-and an ASCII character that is no digit. Whether that is safe depends on the tokenizer: `splits_at_safe_boundaries`.
+and an ASCII character that is no digit. Whether that is safe depends on the tokenizer: ``splits_at_safe_boundaries``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KNOWN_SPLITS = frozenset(
 
 
 def splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
-    r"""Whether encoding `a + b` is encoding `a`, then `b`, for every cut that `_SAFE` finds.
+    r"""Whether encoding ``a + b`` is encoding ``a``, then ``b``, for every cut that ``_SAFE`` finds.
 
     It is if each stage works on both sides alone:
 
@@ -55,7 +55,7 @@ def splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
       of the whole is NFC of the parts, and the listed letters and digits stay what they are.
     * Pre-tokenizer: one of four regexes (or the GPT-2 one inside ByteLevel), matched from left to right. In each, a
       match that contains a letter ends with its run of letters (and marks), and one that contains a digit ends within
-      its run of digits; so a match ends at the cut. The only look-ahead, `\s+(?!\S)`, is behind whitespace and cannot
+      its run of digits; so a match ends at the cut. The only look-ahead, ``\s+(?!\S)``, is behind whitespace and cannot
       see past the letter; there is no look-behind, so the next match starts as at the start of a text.
     * Byte-level BPE without dropout: it works on one match at a time. A blank put before each text would differ.
     """
@@ -86,7 +86,7 @@ def _settings(part: Any) -> Any:
 
 
 def cut(text: str) -> list[str]:
-    """`text` in pieces of about `_PIECE` characters, cut at safe boundaries only (longer where there are none)."""
+    """``text`` in pieces of about ``_PIECE`` characters, cut at safe boundaries only (longer where there are none)."""
     pieces = []
     start = 0
     while len(text) - start > _PIECE:
@@ -103,6 +103,6 @@ def cut(text: str) -> list[str]:
 
 
 def last_cut(text: str) -> int:
-    """Length of `text` up to its last safe boundary, 0 if there is none."""
+    """Length of ``text`` up to its last safe boundary, 0 if there is none."""
     found = _LAST_CUT.match(text)
     return found.end() if found else 0

@@ -25,7 +25,7 @@ MAX_LABELS = 255
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-# The regex engine of `tokenizers` gives up (by a panic, not an error) inside a run of about ten million blanks.
+# The regex engine of ``tokenizers`` gives up (by a panic, not an error) inside a run of about ten million blanks.
 _MAX_UNCUT = 4_000_000
 
 
@@ -125,7 +125,7 @@ class PromptTokenizer:
         return str(self._tokenizer.get_chat_template())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, control tokens shown."""
+        """The text of ``ids``, control tokens shown."""
         return str(self._full.decode(list(ids), skip_special_tokens=False))
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
@@ -147,15 +147,15 @@ class PromptTokenizer:
         return ids
 
     def encode_prompts(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-        """Encode `shared + tail` for every tail and `shared` only once.
+        """Encode ``shared + tail`` for every tail and ``shared`` only once.
 
-        Where this tokenizer's cuts are safe, the split between the two results depends on `shared` alone.
+        Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone.
 
         Returns:
-            `(shared_ids, tail_ids)` with `shared_ids + tail_ids[i] == encode_plain([shared + tails[i]])[0]`.
+            ``(shared_ids, tail_ids)`` with ``shared_ids + tail_ids[i] == encode_plain([shared + tails[i]])[0]``.
 
         Raises:
-            RequestError: as `encode_plain`.
+            RequestError: as ``encode_plain``.
         """
         if self._cuts_are_safe:
             kept = last_cut(shared)
@@ -167,14 +167,14 @@ class PromptTokenizer:
         return first[:length], [ids[length:] for ids in rest]
 
     def encode_chat(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-        """Like `encode_prompts`, for whole chat prompts whose user messages are `shared + tail`.
+        """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
 
         Returns:
-            `(shared_ids, tail_ids)`; `shared_ids + tail_ids[i]` is the prompt that the chat template gives.
+            ``(shared_ids, tail_ids)``; ``shared_ids + tail_ids[i]`` is the prompt that the chat template gives.
         """
         frame = self.frame
         if frame.strips_right:
-            # What is whitespace at the end of `shared` is at the end of the message where the tail is blank.
+            # What is whitespace at the end of ``shared`` is at the end of the message where the tail is blank.
             kept = shared.rstrip()
             tails = [(shared[len(kept) :] + tail).rstrip() for tail in tails]
             shared = kept
@@ -186,10 +186,10 @@ class PromptTokenizer:
         return [*frame.head_ids, *shared_ids], [[*ids, *frame.tail_ids] for ids in tail_ids]
 
     def labels(self, count: int) -> list[Label]:
-        """The first `count` labels: A-Z, a-z, 0-9, then printable tokens in id order; each a single, distinct token.
+        """The first ``count`` labels: A-Z, a-z, 0-9, then printable tokens in id order; each a single, distinct token.
 
         Raises:
-            RequestError: `count` is more than there are (at most 255).
+            RequestError: ``count`` is more than there are (at most 255).
         """
         assert count >= 0
         labels = self._all_labels()
@@ -236,7 +236,7 @@ class PromptTokenizer:
         try:
             return [e.ids for e in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
         except TypeError:
-            # The only strings that `tokenizers` cannot take.
+            # The only strings that ``tokenizers`` cannot take.
             raise _refusal("the text is not valid Unicode: it contains a lone surrogate", "string_unicode") from None
 
     def _check_frame(self) -> None:

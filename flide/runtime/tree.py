@@ -27,12 +27,11 @@ class TokenTree:
     readouts: tuple[int, ...] | None = None
 
     @classmethod
-    def from_prompts(cls, prompts: Sequence[Sequence[int]], *, shared_length: int = 0) -> TokenTree:
+    def from_prompts(cls, prompts: Sequence[Sequence[int]]) -> TokenTree:
         """Fork isolated prompts at their longest common token prefix; every branch keeps at least one token.
 
         Args:
             prompts: at least one prompt, none of them empty.
-            shared_length: number of leading tokens already known to be equal in all prompts (saves comparing them).
 
         Returns:
             A tree of depth two with one branch per prompt, in order, so that ``trunk + branch == prompt``.
@@ -41,7 +40,7 @@ class TokenTree:
             raise ValueError("a token tree needs at least one prompt")
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt needs at least one token")
-        cut = longest_common_prefix(prompts, start=shared_length)
+        cut = longest_common_prefix(prompts)
         cut = min(cut, min(len(prompt) for prompt in prompts) - 1)
         return cls(prompts[0][:cut], tuple(cls(prompt[cut:]) for prompt in prompts))
 
@@ -61,13 +60,12 @@ class TokenTree:
         return offsets
 
 
-def longest_common_prefix(sequences: Sequence[Sequence[int]], *, start: int = 0) -> int:
-    """Length of the longest prefix all sequences share; the first ``start`` items are taken as equal."""
+def longest_common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """Length of the longest prefix all sequences share."""
     first = sequences[0]
     length = len(first)
     for other in sequences[1:]:
         length = min(length, len(other))
-        if first[start:length] == other[start:length]:
-            continue
-        length = next((i for i in range(start, length) if first[i] != other[i]), length)
+        if first[:length] != other[:length]:  # two lists are compared much faster than their items
+            length = next((i for i in range(length) if first[i] != other[i]), length)
     return length

@@ -84,7 +84,7 @@ def test_the_whole_smallest_model_answers_within_a_minute_and_six_gigabytes(scra
     )
     assert done.returncode == 0, done.stderr
     measured: dict[str, Any] = json.loads(done.stdout)
-    print(measured)  # noqa: T201 - the figures are the point; see them with -s
+    print(measured)  # the figures are the point; see them with -s
     assert measured["parameters"] == 752_393_024
     assert measured["shape"] == [6, 1024]
     assert 0.5 < measured["std"] < 2

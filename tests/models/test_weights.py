@@ -25,7 +25,7 @@ from flide.errors import CheckpointError
 from flide.models import AutoModelForDecision, Qwen35ForDecision
 from flide.models import weights as weights_module
 from flide.models.config import LIMITS, MAX_CONFIG_BYTES, read_config
-from flide.models.weights import HUB_FILES, INDEX_NAME, SINGLE_NAME, StoredTensor, list_tensors, match_tensors
+from flide.models.weights import HUB_FILES, INDEX_NAME, SINGLE_NAME, list_tensors
 from tests.oracle import TINY
 
 NORM = "model.norm.weight"
@@ -173,11 +173,6 @@ class TestTensorsThatDoNotFit:
         sizes = {key: limit for key, limit in LIMITS.items() if key != "num_hidden_layers"}
         edit_config(single, **sizes)
         assert f"[97, 64], expected [{LIMITS['vocab_size']}, {LIMITS['hidden_size']}]" in refusal(single)
-
-    def test_optional_names_may_be_absent(self) -> None:
-        expected = {"a": torch.empty(2, device="meta"), "b": torch.empty(3, device="meta")}
-        stored = {"a": StoredTensor(Path("x"), "a", (2,), "F32")}
-        assert match_tensors(expected, stored, optional=["b"]) == stored
 
 
 class TestSafetensorsDirectories:

@@ -104,6 +104,7 @@ def delta_cached(
         segment_parents=meta.segment_parents,
         initial_slots=meta.initial_slots,
         final_slots=meta.final_slots,
+        row_segments=meta.row_segments,
         save_rows=meta.save_rows,
         save_slots=meta.save_slots,
         **{**HEADS, **options},
@@ -456,7 +457,7 @@ def op_arguments(name: str, *, layout: str = "contiguous", dtype: torch.dtype = 
         return grad, *inputs, *tree, *sizes
     state_pool, conv_pool = pools(inputs)
     scratch = torch.zeros(2, *state_pool.shape[1:])
-    slots = (meta.initial_slots, meta.final_slots, meta.save_rows, meta.save_slots)
+    slots = (meta.initial_slots, meta.final_slots, meta.row_segments, meta.save_rows, meta.save_slots)
     return *inputs, state_pool.float(), conv_pool.to(dtype), scratch, *tree, *slots, [], *sizes, 3
 
 

@@ -1,3 +1,5 @@
+"""What a chat template puts around a message is found once and holds for every message."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Every bad engine option is one clear error."""
+
 from __future__ import annotations
 
 from typing import Any

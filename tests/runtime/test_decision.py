@@ -1,3 +1,5 @@
+"""From probabilities to answers, confidences and the wire."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,6 +21,7 @@ from flide.runtime.decision import (
     num_options,
 )
 from flide.runtime.request import Choice, Noul, Question, Score
+from tests.tolerance import PROBABILITY_SUM
 
 weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=10).filter(lambda p: sum(p) > 0)
 
@@ -176,8 +179,8 @@ def test_confidence_of_a_score_counts_from_the_first_most_probable_level() -> No
 
 @pytest.mark.parametrize("n", range(2, 11))
 def test_uniform_probabilities_give_no_confidence(n: int) -> None:
-    assert confidence(choice(n), [1 / n] * n) == pytest.approx(0, abs=1e-12)
-    assert confidence(score(n), [1 / n] * n) == pytest.approx(0, abs=1e-12)
+    assert confidence(choice(n), [1 / n] * n) == pytest.approx(0, abs=PROBABILITY_SUM)
+    assert confidence(score(n), [1 / n] * n) == pytest.approx(0, abs=PROBABILITY_SUM)
 
 
 @pytest.mark.parametrize("n", range(1, 11))
@@ -198,11 +201,12 @@ def test_numbers_stay_in_their_ranges(p: list[float]) -> None:
         assert isinstance(answer, ChoiceAnswer | ScoreAnswer)
         assert 0 <= answer.confidence <= 1
         assert all(0 <= value <= 1 for value in answer.probabilities.values())
-        assert math.fsum(answer.probabilities.values()) == pytest.approx(1, abs=1e-12)
+        assert math.fsum(answer.probabilities.values()) == pytest.approx(1, abs=PROBABILITY_SUM)
     scored = answer_question(score(n), p)
     assert isinstance(scored, ScoreAnswer)
     assert 0 <= scored.score <= n - 1
-    assert scored.score == pytest.approx(sum(int(k) * v for k, v in scored.probabilities.items()), abs=1e-9)
+    expected = sum(int(k) * v for k, v in scored.probabilities.items())
+    assert scored.score == pytest.approx(expected, abs=n * PROBABILITY_SUM)
 
 
 @given(weights, st.randoms(use_true_random=False))

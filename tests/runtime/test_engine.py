@@ -29,7 +29,7 @@ from flide.runtime.engine import embedded_model_directory
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_tokenizer import wrap, write_model_directory
-from tests.tolerance import PROBABILITY_FP32
+from tests.tolerance import PROBABILITY_FP32, PROBABILITY_SUM
 
 LABELS = "ABCDEFGHIJ"
 TICKET = json.loads((Path(__file__).parents[2] / "examples" / "ticket.json").read_text())
@@ -118,7 +118,7 @@ def test_questions_do_not_see_each_other(engine: Engine) -> None:
         expected = pytest.approx(list(alone["renamed"].probabilities.values()), abs=PROBABILITY_FP32)
         assert list(together[name].probabilities.values()) == expected
         assert list(reordered[name].probabilities.values()) == expected
-    assert together["team"].probabilities == pytest.approx(together["again"].probabilities, abs=1e-12)
+    assert together["team"].probabilities == pytest.approx(together["again"].probabilities, abs=PROBABILITY_SUM)
 
 
 def test_requests_do_not_see_each_other(engine: Engine) -> None:

@@ -1,3 +1,5 @@
+"""Requests as prompts: the text, the tokens and the refusals."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""Text of any shape is decoded with one meaning or refused, and never costs more than time."""
+
 from __future__ import annotations
 
 import json

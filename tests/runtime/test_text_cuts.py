@@ -1,3 +1,5 @@
+"""Encoding a text in pieces is encoding it whole."""
+
 from __future__ import annotations
 
 import logging

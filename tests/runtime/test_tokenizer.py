@@ -1,3 +1,5 @@
+"""User text stays text, labels are single tokens, and directories load without network or code."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The contract of System One bodies, point by point."""
+
 from __future__ import annotations
 
 import copy

@@ -56,7 +56,7 @@ def gate() -> Iterator[Gate]:
 
 
 def jobs_of(*names: Any, num_tokens: int = 1) -> list[Any]:
-    return [Job(Request(name, num_tokens)) for name in names]  # type: ignore[arg-type]
+    return [Job(Request(name, num_tokens)) for name in names]
 
 
 def start(runner: Any, max_tokens: int = 100) -> Worker:
@@ -188,7 +188,7 @@ def test_closing_amid_a_submission_of_the_same_thread_leaves_no_future() -> None
     worker = start(Runner())
 
     check = worker.check
-    worker.check = lambda: (check(), worker.close())  # type: ignore[method-assign, func-returns-value, assignment]
+    worker.check = lambda: (check(), worker.close())
     (job,) = jobs = jobs_of("a")
     worker.submit(jobs)
     with pytest.raises(RuntimeError, match="closed"):

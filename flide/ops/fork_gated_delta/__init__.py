@@ -34,7 +34,8 @@ torch.library.define(
 torch.library.define(
     "flide::fork_gated_delta_cached",
     f"({_INPUTS}, Tensor(a!) state_pool, Tensor(b!) conv_pool, Tensor(c!) scratch, {_TREE}, Tensor initial_slots,"
-    f" Tensor final_slots, Tensor save_rows, Tensor save_slots, Tensor[] schedule, {_SIZES}, int depth) -> Tensor",
+    f" Tensor final_slots, Tensor row_segments, Tensor save_rows, Tensor save_slots, Tensor[] schedule, {_SIZES},"
+    " int depth) -> Tensor",
 )
 
 
@@ -98,6 +99,7 @@ def fork_gated_delta_cached(
     segment_parents: Tensor,
     initial_slots: Tensor,
     final_slots: Tensor,
+    row_segments: Tensor,
     save_rows: Tensor,
     save_slots: Tensor,
     num_key_heads: int,
@@ -115,6 +117,7 @@ def fork_gated_delta_cached(
             Layers may share it. The reference does not use it.
         initial_slots: ``[S]`` int32 slot a trunk starts from.
         final_slots: ``[S]`` int32 place in ``scratch`` of the final state of a segment with children; -1 none.
+        row_segments: ``[T]`` int32 segment of each row, -1 for padding.
         save_rows, save_slots: ``[S, saves]`` int32 stream row after which a trunk's state is kept, and where; -1 none.
         schedule: work lists of the kernels; needed on CUDA.
         depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
@@ -136,6 +139,7 @@ def fork_gated_delta_cached(
         segment_parents,
         initial_slots,
         final_slots,
+        row_segments,
         save_rows,
         save_slots,
         [] if schedule is None else list(schedule),
@@ -208,6 +212,7 @@ def _(
     parents,
     initial_slots,
     final_slots,
+    row_segments,
     save_rows,
     save_slots,
     schedule,
@@ -247,6 +252,7 @@ def _(
     parents,
     initial_slots,
     final_slots,
+    row_segments,
     save_rows,
     save_slots,
     schedule,
@@ -272,6 +278,7 @@ def _(
         scratch,
         offsets,
         parents,
+        row_segments,
         initial_slots,
         final_slots,
         ForkSchedule(*schedule),

@@ -1,7 +1,8 @@
 """Triton kernels of the forked gated delta rule; the formula stands in ``reference.py``.
 
-One *prepare* launch does all that needs no recurrent state, for every chunk of every segment at once: convolution,
-SiLU, L2 norm, gates, and the inverse of each chunk's triangle, which turns the rule inside a chunk into products::
+One launch convolves, activates and normalises all rows. One *prepare* launch then does all that needs no recurrent
+state, for every chunk of every segment at once: the gates and the inverse of each chunk's triangle, which turns the
+rule inside a chunk into products::
 
     T = (I + A)^-1;   W = T diag(beta exp(G)) K;   U = T diag(beta) V;   P = tril(exp(G_i - G_j) Q K^T)
 
@@ -76,7 +77,7 @@ def _conv_silu(
         b_x = tl.load(p_x, mask=m_source[:, None], other=0.0).to(tl.float32)
         if HAS_CACHE and lag > 0:
             m_cached = m_rows & (source <= -2)
-            p_cached = p_window + (-2 - source).to(tl.int64)[:, None] * C + o_c[None, :]
+            p_cached = (p_window + (-2 - source).to(tl.int64) * C)[:, None] + o_c[None, :]
             b_x += tl.load(p_cached, mask=m_cached[:, None], other=0.0).to(tl.float32)
         b_weight = tl.load(p_weight + o_c * WIDTH + (WIDTH - 1 - lag)).to(tl.float32)
         b_y += b_x * b_weight[None, :]
@@ -84,18 +85,17 @@ def _conv_silu(
 
 
 @triton.jit
-def _conv_norm(
-    p_to,
-    o_row,
+def _conv_store(
     p_qkv,
     s_qkv,
+    p_to,
     p_weight,
-    p_history,
     p_window,
     C,
     rows,
     local,
     m_rows,
+    p_before,
     channel,
     scale,
     D: tl.constexpr,
@@ -104,21 +104,92 @@ def _conv_norm(
     HAS_CACHE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Convolve and, for q and k, normalise one head's channels of a chunk; store them by row."""
-    HALF: tl.constexpr = D // 2
-    o_d = tl.arange(0, HALF)
-    c = channel + o_d
-    b_0 = _conv_silu(p_qkv, s_qkv, p_weight, p_history, p_window, C, rows, local, m_rows, c, WIDTH, HAS_CACHE, FAST)
-    b_1 = _conv_silu(
-        p_qkv, s_qkv, p_weight, p_history, p_window, C, rows, local, m_rows, c + HALF, WIDTH, HAS_CACHE, FAST
-    )
+    """Convolve one head's channels of some rows, normalise them for q and k, and store them."""
+    o_c = channel + tl.arange(0, D)
+    b_y = _conv_silu(p_qkv, s_qkv, p_weight, p_before, p_window, C, rows, local, m_rows, o_c, WIDTH, HAS_CACHE, FAST)
     if NORM:
-        b_scale = (tl.rsqrt(tl.sum(b_0 * b_0, axis=1) + tl.sum(b_1 * b_1, axis=1) + 1e-6) * scale)[:, None]
-        b_0 *= b_scale
-        b_1 *= b_scale
-    p_to += o_row[:, None] * D + o_d[None, :]
-    tl.store(p_to, b_0.to(p_to.dtype.element_ty), mask=m_rows[:, None])
-    tl.store(p_to + HALF, b_1.to(p_to.dtype.element_ty), mask=m_rows[:, None])
+        b_y *= (tl.rsqrt(tl.sum(b_y * b_y, axis=1) + 1e-6) * scale)[:, None]
+    p_y = p_to + rows.to(tl.int64)[:, None] * C + o_c[None, :]
+    tl.store(p_y, b_y.to(p_to.dtype.element_ty), mask=m_rows[:, None])
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _conv_kernel(
+    p_qkv,
+    p_to,
+    p_weight,
+    p_conv_pool,
+    p_offsets,
+    p_row_segments,
+    p_history,
+    p_root_slots,
+    num_segments,
+    s_qkv,
+    C,
+    N: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    UNITS: tl.constexpr = 2 * E + N
+    active = tl.load(p_offsets + num_segments)
+    work = tl.program_id(0)
+    while work < tl.cdiv(active, BR) * UNITS:
+        unit = work % UNITS
+        rows = work // UNITS * BR + tl.arange(0, BR)
+        m_rows = rows < active
+        b_segment = tl.load(p_row_segments + rows, mask=m_rows, other=0)
+        local = rows - tl.load(p_offsets + b_segment)
+        p_before = p_history + b_segment * (WIDTH - 1)
+        p_window = p_conv_pool + rows * 0
+        if HAS_CACHE:
+            p_window += tl.load(p_root_slots + b_segment).to(tl.int64) * (WIDTH - 1) * C
+        if unit < 2 * E:
+            scale = tl.where(unit < E, K**-0.5, 1.0)
+            _conv_store(
+                p_qkv,
+                s_qkv,
+                p_to,
+                p_weight,
+                p_window,
+                C,
+                rows,
+                local,
+                m_rows,
+                p_before,
+                unit * K,
+                scale,
+                K,
+                True,
+                WIDTH,
+                HAS_CACHE,
+                FAST,
+            )
+        else:
+            _conv_store(
+                p_qkv,
+                s_qkv,
+                p_to,
+                p_weight,
+                p_window,
+                C,
+                rows,
+                local,
+                m_rows,
+                p_before,
+                2 * E * K + (unit - 2 * E) * V,
+                1.0,
+                V,
+                False,
+                WIDTH,
+                HAS_CACHE,
+                FAST,
+            )
+        work += tl.num_programs(0)
 
 
 @triton.jit
@@ -166,9 +237,9 @@ def _unit_lower_inverse(b_a, PRECISION: tl.constexpr, EXACT: tl.constexpr, L: tl
 @triton.jit(do_not_specialize=["num_segments", "num_rows"])
 def _prepare_kernel(
     p_qkv,
+    p_conv,
     p_a,
     p_b,
-    p_weight,
     p_A_log,
     p_dt_bias,
     p_conv_pool,
@@ -181,8 +252,6 @@ def _prepare_kernel(
     p_root_slots,
     p_w,
     p_u,
-    p_q,
-    p_k,
     p_p,
     p_decay,
     p_total_decay,
@@ -203,7 +272,6 @@ def _prepare_kernel(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CACHE: tl.constexpr,
-    FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     o_l = tl.arange(0, L)
@@ -221,12 +289,6 @@ def _prepare_kernel(
         end = tl.load(p_chunk_rows + 2 * i_y + 1)
         rows = first + o_l
         m_rows = rows < end
-        local = rows - begin
-        p_hist = p_history + i_s * (WIDTH - 1)
-        p_window = p_conv_pool
-        if HAS_CACHE:
-            slot = tl.load(p_root_slots + i_s).to(tl.int64)
-            p_window = p_conv_pool + slot * (WIDTH - 1) * C
 
         dtype = p_w.dtype.element_ty
         o_row = rows.to(tl.int64) * N + i_h
@@ -242,90 +304,28 @@ def _prepare_kernel(
         b_beta = tl.where(m_rows, beta_scale * tl.sigmoid(b_b), 0.0)
 
         tl.store(p_decay + o_row, b_G, mask=m_rows)
-        _conv_norm(
-            p_k,
-            o_row,
-            p_qkv,
-            s_qkv,
-            p_weight,
-            p_hist,
-            p_window,
-            C,
-            rows,
-            local,
-            m_rows,
-            (E + i_e) * K,
-            1.0,
-            K,
-            True,
-            WIDTH,
-            HAS_CACHE,
-            FAST,
-        )
-        _conv_norm(
-            p_q,
-            o_row,
-            p_qkv,
-            s_qkv,
-            p_weight,
-            p_hist,
-            p_window,
-            C,
-            rows,
-            local,
-            m_rows,
-            i_e * K,
-            K**-0.5,
-            K,
-            True,
-            WIDTH,
-            HAS_CACHE,
-            FAST,
-        )
-        _conv_norm(
-            p_u,
-            o_row,
-            p_qkv,
-            s_qkv,
-            p_weight,
-            p_hist,
-            p_window,
-            C,
-            rows,
-            local,
-            m_rows,
-            2 * E * K + i_h * V,
-            1.0,
-            V,
-            False,
-            WIDTH,
-            HAS_CACHE,
-            FAST,
-        )
-        # What was stored is read back in the layouts that the products want; computing it again there costs more.
-        tl.debug_barrier()
-        o_rk = o_row[:, None] * K + o_k[None, :]
-        b_k = tl.load(p_k + o_rk, mask=m_store, other=0.0)
-        b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        o_c = rows.to(tl.int64)[:, None] * C
+        b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_store, other=0.0)
+        b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_store, other=0.0)
+        b_v = tl.load(p_conv + o_c + 2 * E * K + i_h * V + o_v[None, :], mask=m_store, other=0.0)
         b_ratio = tl.exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
-        b_A = tl.where(o_l[:, None] > o_l[None, :], b_A * b_beta[:, None] * b_ratio, 0.0)
-        b_q = tl.load(p_q + o_rk, mask=m_store, other=0.0)
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_P = tl.where(o_l[:, None] >= o_l[None, :], b_P * b_ratio, 0.0)
         tl.store(p_p + o_row[:, None] * L + o_l[None, :], b_P.to(dtype), mask=m_store)
+        b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_A = tl.where(o_l[:, None] > o_l[None, :], b_A * b_beta[:, None] * b_ratio, 0.0)
         b_T = _unit_lower_inverse(b_A, PRECISION, "ieee" if PRECISION == "ieee" else "tf32x3", L, B)
-        # T scales the columns instead of K and V their rows.
+        # T scales its columns instead of K and V their rows.
         b_w = tl.dot((b_T * (b_beta * tl.exp(b_G))[None, :]).to(dtype), b_k, input_precision=PRECISION)
-        tl.store(p_w + o_rk, b_w.to(dtype), mask=m_store)
-        p_uv = p_u + o_row[:, None] * V + o_v[None, :]
-        b_v = tl.load(p_uv, mask=m_store, other=0.0)
+        tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_store)
         b_u = tl.dot((b_T * b_beta[None, :]).to(dtype), b_v, input_precision=PRECISION)
-        tl.debug_barrier()
-        tl.store(p_uv, b_u.to(dtype), mask=m_store)
+        tl.store(p_u + o_row[:, None] * V + o_v[None, :], b_u.to(dtype), mask=m_store)
         tl.store(p_total_decay + i_y * N + i_h, b_total)
         if HAS_CACHE:
             save = tl.load(p_chunk_saves + i_y).to(tl.int64)
             if save >= 0:
+                p_hist = p_history + i_s * (WIDTH - 1)
+                p_window = p_conv_pool + tl.load(p_root_slots + i_s).to(tl.int64) * (WIDTH - 1) * C
                 o_w = tl.arange(0, WINDOW)
                 m_w = o_w < WIDTH - 1
                 source = end - (WIDTH - 1) + o_w
@@ -352,10 +352,9 @@ def _prepare_kernel(
 
 @triton.jit
 def _scan_kernel(
+    p_conv,
     p_w,
     p_u,
-    p_q,
-    p_k,
     p_p,
     p_decay,
     p_total_decay,
@@ -369,7 +368,9 @@ def _scan_kernel(
     p_initial_slots,
     p_final_slots,
     p_levels,
+    C,
     N: tl.constexpr,
+    E: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
@@ -400,10 +401,10 @@ def _scan_kernel(
             rows = tl.load(p_chunk_rows + 2 * i_y) + o_l
             m_rows = (rows < tl.load(p_chunk_rows + 2 * i_y + 1))[:, None]
             o_row = (rows.to(tl.int64) * N + i_h)[:, None]
-            o_rk = o_row * K + o_k[None, :]
-            b_w = tl.load(p_w + o_rk, mask=m_rows, other=0.0)
-            b_q = tl.load(p_q + o_rk, mask=m_rows, other=0.0)
-            b_k = tl.load(p_k + o_rk, mask=m_rows, other=0.0)
+            p_qk = p_conv + rows.to(tl.int64)[:, None] * C + i_h // (N // E) * K + o_k[None, :]
+            b_w = tl.load(p_w + o_row * K + o_k[None, :], mask=m_rows, other=0.0)
+            b_q = tl.load(p_qk, mask=m_rows, other=0.0)
+            b_k = tl.load(p_qk + E * K, mask=m_rows, other=0.0)
             b_u = tl.load(p_u + o_row * V + o_v[None, :], mask=m_rows, other=0.0)
             b_p = tl.load(p_p + o_row * L + o_l[None, :], mask=m_rows, other=0.0)
             b_G = tl.load(p_decay + o_row, mask=m_rows, other=0.0)
@@ -425,7 +426,8 @@ def _scan_kernel(
 
 
 # Warps, value columns of one scan program and pipeline stages. Measured on an H200; other GPUs take the same.
-PREPARE_WARPS = 8
+CONV_ROWS, CONV_WARPS = 32, 4
+PREPARE_WARPS = 4
 SCAN_WARPS, SCAN_STAGES = 4, 3
 SCAN_COLUMNS = {0: 32, 1: 64, 2: 64}  # by level: a trunk has few programs, so they are made narrower
 
@@ -442,6 +444,7 @@ def fork_gated_delta_triton(
     scratch: Tensor,
     segment_offsets: Tensor,
     segment_parents: Tensor,
+    row_segments: Tensor,
     initial_slots: Tensor,
     final_slots: Tensor,
     schedule: ForkSchedule,
@@ -459,17 +462,40 @@ def fork_gated_delta_triton(
     has_cache = state_pool.shape[0] > 1  # slot 0 alone is the zero state: nothing to resume or save
     exact = qkv_TC.dtype == torch.float32
     precision = "ieee" if exact else "tf32"
-    query, key, w = (qkv_TC.new_empty(num_rows, heads, key_dim) for _ in range(3))
+    conv = qkv_TC.new_empty(num_rows, channels)
+    w = qkv_TC.new_empty(num_rows, heads, key_dim)
     u, out_TNV = (qkv_TC.new_empty(num_rows, heads, value_dim) for _ in range(2))
     p = qkv_TC.new_empty(num_rows, heads, CHUNK)
     decay = qkv_TC.new_empty(num_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
     programs = num_programs(qkv_TC.device)
+    _conv_kernel[(8 * programs,)](
+        qkv_TC,
+        conv,
+        conv_weight_CW,
+        conv_pool,
+        segment_offsets,
+        row_segments,
+        schedule.history,
+        schedule.root_slots,
+        segment_parents.shape[0],
+        qkv_TC.stride(0),
+        channels,
+        N=heads,
+        E=num_key_heads,
+        K=key_dim,
+        V=value_dim,
+        BR=CONV_ROWS,
+        WIDTH=width,
+        HAS_CACHE=has_cache,
+        FAST=qkv_TC.is_cuda and not exact,
+        num_warps=CONV_WARPS,
+    )
     _prepare_kernel[(2 * programs,)](
         qkv_TC,
+        conv,
         a_TN,
         b_TN,
-        conv_weight_CW,
         A_log_N,
         dt_bias_N,
         conv_pool,
@@ -482,8 +508,6 @@ def fork_gated_delta_triton(
         schedule.root_slots,
         w,
         u,
-        query,
-        key,
         p,
         decay,
         total_decay,
@@ -504,16 +528,14 @@ def fork_gated_delta_triton(
         WIDTH=width,
         WINDOW=triton.next_power_of_2(width - 1),
         HAS_CACHE=has_cache,
-        FAST=qkv_TC.is_cuda and not exact,
         PRECISION=precision,
         num_warps=PREPARE_WARPS,
     )
     for level in range(depth):
         _scan_kernel[(4 * programs,)](
+            conv,
             w,
             u,
-            query,
-            key,
             p,
             decay,
             total_decay,
@@ -527,7 +549,9 @@ def fork_gated_delta_triton(
             initial_slots,
             final_slots,
             schedule.levels,
+            channels,
             N=heads,
+            E=num_key_heads,
             K=key_dim,
             V=value_dim,
             BV=min(SCAN_COLUMNS[level], value_dim),
