@@ -44,7 +44,7 @@ def tiny_transformers_model(*, seed: int = 0, dtype: torch.dtype = torch.float32
     """A random model whose logits have a standard deviation near 1 and whose small parameters are not at rest.
 
     A token's query and key are made alike: where their product is near 0, the delta rule's output is tiny and the norm
-    behind it blows its rounding up, so that float32 computations of a small random model differ by far more than rounding.
+    behind it blows its rounding up: float32 computations of a small random model then differ by far more than rounding.
     """
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(tiny_config(**overrides)).to(torch.float32).eval()
