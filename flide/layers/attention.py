@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from flide.layers.merge import MergedLinear, merge
 from flide.layers.rotary import RotaryTables, apply_rotary
 from flide.ops.fork_attention import fork_attention, fork_attention_paged
 from flide.runtime.metadata import PAGE_SIZE, ForkMetadata
@@ -53,6 +54,7 @@ class ForkAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
+        self.merged: MergedLinear | None = None
         self.register_buffer("kv_pool", None, persistent=False)
 
     def forward(
@@ -63,17 +65,28 @@ class ForkAttention(nn.Module):
         query_rows: Tensor | None = None,
     ) -> Tensor:
         """Mixed rows ``[Q, D]``: all stream rows, or only those named by ``query_rows`` ([Q] int32)."""
-        query_QNH = rearrange(
-            self.q_proj(select_rows(hidden_states_TD, query_rows)), "q (n h) -> q n h", h=self.head_dim
-        )
-        key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
+        query, key_TMH, value_TMH = self.project(hidden_states_TD, query_rows)
+        query_QNH = rearrange(query, "q (n h) -> q n h", h=self.head_dim)
         return self.o_proj(self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows).flatten(1))
+
+    def project(self, hidden_states_TD: Tensor, query_rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """``q_proj`` of the query rows ``[Q, ...]`` and keys and values ``[T, M, H]``, before norm and rotation."""
+        if self.merged is not None and query_rows is None:
+            query, key, value = self.merged(hidden_states_TD)
+            return query, *(rearrange(x, "t (m h) -> t m h", h=self.head_dim) for x in (key, value))
+        return self.q_proj(select_rows(hidden_states_TD, query_rows)), *self.project_key_value(hidden_states_TD)
 
     def project_key_value(self, hidden_states_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[T, M, H]``, before norm and rotation."""
         key_TMH = rearrange(self.k_proj(hidden_states_TD), "t (m h) -> t m h", h=self.head_dim)
         value_TMH = rearrange(self.v_proj(hidden_states_TD), "t (m h) -> t m h", h=self.head_dim)
         return key_TMH, value_TMH
+
+    def merge_projections(self) -> None:
+        """One product for queries, keys and values; see ``flide.layers.merge``. A subclass that computes keys or values
+        its own way stays unmerged."""
+        if type(self).project_key_value is ForkAttention.project_key_value:
+            self.merged = merge(self.q_proj, self.k_proj, self.v_proj)
 
     def attend(
         self,
@@ -150,10 +163,8 @@ class GatedForkAttention(ForkAttention):
         meta: ForkMetadata,
         query_rows: Tensor | None = None,
     ) -> Tensor:
-        query_QNH, gate_QNH = rearrange(
-            self.q_proj(select_rows(hidden_states_TD, query_rows)), "q (n c h) -> c q n h", c=2, h=self.head_dim
-        )
-        key_TMH, value_TMH = self.project_key_value(hidden_states_TD)
+        query_gate, key_TMH, value_TMH = self.project(hidden_states_TD, query_rows)
+        query_QNH, gate_QNH = rearrange(query_gate, "q (n c h) -> c q n h", c=2, h=self.head_dim)
         o_QNH = self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows) * torch.sigmoid(gate_QNH)
         return self.o_proj(o_QNH.flatten(1))
 

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flide.layers.attention import select_rows
+from flide.layers.merge import MergedLinear, merge
 from flide.layers.norm import GatedRMSNorm, KeepFloat32
 from flide.layers.rotary import RotaryTables
 from flide.ops.fork_gated_delta import fork_gated_delta, fork_gated_delta_cached
@@ -65,6 +66,7 @@ class ForkGatedDeltaNet(KeepFloat32):
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
+        self.merged: MergedLinear | None = None
         self.register_buffer("state_pool", None, persistent=False)
         self.register_buffer("conv_pool", None, persistent=False)
         self.register_buffer("scratch", None, persistent=False)
@@ -77,12 +79,14 @@ class ForkGatedDeltaNet(KeepFloat32):
         query_rows: Tensor | None = None,
     ) -> Tensor:
         """Mixed rows ``[Q, D]``: all stream rows, or only those named by ``query_rows`` ([Q] int32). No rotation."""
-        qkv_TC = self.in_proj_qkv(hidden_states_TD)
-        a_TN, b_TN = self.in_proj_a(hidden_states_TD), self.in_proj_b(hidden_states_TD)
+        if self.merged is not None and query_rows is None:
+            qkv_TC, z, b_TN, a_TN = self.merged(hidden_states_TD)
+        else:
+            qkv_TC = self.in_proj_qkv(hidden_states_TD)
+            a_TN, b_TN = self.in_proj_a(hidden_states_TD), self.in_proj_b(hidden_states_TD)
+            z = self.in_proj_z(select_rows(hidden_states_TD, query_rows))
         o_QNV = select_rows(self.delta_rule(qkv_TC, a_TN, b_TN, meta), query_rows)
-        z_QNV = rearrange(
-            self.in_proj_z(select_rows(hidden_states_TD, query_rows)), "q (n v) -> q n v", v=self.value_dim
-        )
+        z_QNV = rearrange(z, "q (n v) -> q n v", v=self.value_dim)
         return self.out_proj(self.norm(o_QNV, z_QNV).flatten(1))
 
     def delta_rule(self, qkv_TC: Tensor, a_TN: Tensor, b_TN: Tensor, meta: ForkMetadata) -> Tensor:
@@ -124,6 +128,10 @@ class ForkGatedDeltaNet(KeepFloat32):
             schedule=meta.schedule,
             depth=meta.capacity.depth,
         )
+
+    def merge_projections(self) -> None:
+        """One product for qkv, z, b and a; see ``flide.layers.merge``."""
+        self.merged = merge(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 
     def allocate_pools(self, *, slots: int, parents: int = 0, scratch: Tensor | None = None) -> None:
         """Give the layer pools of ``slots`` checkpoints and scratch for ``parents`` segments with children, on the

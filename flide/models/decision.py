@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flide.errors import CheckpointError
 from flide.layers.attention import ForkAttention
 from flide.layers.gated_delta import ForkGatedDeltaNet
+from flide.layers.mlp import GatedMLP
 from flide.layers.norm import KeepFloat32
 from flide.models.config import read_config
 from flide.models.weights import (
@@ -161,6 +162,13 @@ class ForDecision(nn.Module):
     def softcap(self, logits: Tensor) -> Tensor:
         cap = self.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def merge_projections(self) -> None:
+        """Merge projections of the same input into one matrix product each: inference only, after the weights are final
+        and on their device. Names, ``state_dict()`` and saving stay as they are."""
+        for module in self.modules():
+            if isinstance(module, ForkAttention | ForkGatedDeltaNet | GatedMLP):
+                module.merge_projections()
 
     def allocate_pools(self, *, pages: int, slots: int = 1, parents: int = 0) -> None:
         """Give every mixer its pools. The CUDA kernels need them.

@@ -55,6 +55,8 @@ def resolve_directory(
         CheckpointError: neither a directory nor a Hub id that can be had.
     """
     name = str(path)
+    if not name:
+        raise CheckpointError("the path of a model is empty")
     try:
         directory = Path(path).expanduser()
         if directory.is_dir():
@@ -230,17 +232,25 @@ def save_checkpoint(
 ) -> None:
     """Write config.json and (sharded) safetensors the way transformers reads them; an earlier save is replaced."""
     directory.mkdir(parents=True, exist_ok=True)
-    split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_size)
+    # Planned by sizes alone: parts of a merged projection share memory and are still tensors of their own.
+    sizes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=max_shard_size)
     for path in directory.iterdir():
         if path.name in (SINGLE_NAME, INDEX_NAME) or SHARD_NAME.fullmatch(path.name):
             path.unlink()
     for name, keys in split.filename_to_tensors.items():
-        shard = {key: tensors[key].detach().cpu().contiguous() for key in keys}
+        shard = {key: _unshared(tensors[key]) for key in keys}
         save_file(shard, directory / name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, contiguous, in memory that is its own."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -49,6 +49,8 @@ class Engine:
     """
 
     def __init__(self, model: ForDecision, tokenizer: PromptTokenizer, config: EngineConfig | None = None) -> None:
+        if not isinstance(tokenizer, PromptTokenizer):
+            raise TypeError(f"tokenizer must be a PromptTokenizer, not a {type(tokenizer).__name__}: wrap it in one")
         self.config = config or EngineConfig()
         self.model_name = self.config.model_name or type(model).__name__
         limit = self.config.max_prompt_tokens or model.config.max_position_embeddings

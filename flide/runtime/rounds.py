@@ -57,6 +57,7 @@ class RoundRunner:
         self._pages, self._parents = 0, 0
         if self._has_kernels:
             model.check_kernels()
+            model.merge_projections()
 
     @torch.inference_mode()
     def run(self, requests: Sequence[PreparedRequest]) -> list[Decision | ModelOutputError]:

@@ -327,3 +327,14 @@ def test_a_long_state_is_held_once_however_many_questions_share_it(engine: Engin
     prepared = PreparedRequest.from_encoded(request, encoded)
     assert [[*prepared.tree.tokens, *branch.tokens] for branch in prepared.tree.children] == encoded.prompts
     assert len(prepared.tree.tokens) >= len(encoded.shared) > 1000
+
+
+def test_a_bare_tokenizer_is_refused_by_name(oracle: Any) -> None:
+    model = Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    with pytest.raises(TypeError, match="PromptTokenizer"):
+        Engine(model, oracle[1])
+
+
+def test_an_empty_path_is_not_the_current_directory() -> None:
+    with pytest.raises(CheckpointError, match="empty"):
+        Engine.from_pretrained("")
