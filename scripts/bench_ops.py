@@ -22,7 +22,7 @@ from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
 from flide.ops.fork_schedule import fork_schedule, query_block
 from flide.runtime import ForkMetadata, TrunkCache
 from flide.runtime.metadata import PAGE_SIZE
-from scripts.workloads import WORKLOADS, token_tree
+from scripts.workloads import FIXED
 
 # key heads, value heads; query heads, key/value heads
 SIZES = {"0.8b": (16, 16, 8, 2), "4b": (16, 32, 16, 4), "27b": (16, 48, 24, 4)}
@@ -59,9 +59,9 @@ def error_ratio(out: Tensor, exact: Tensor) -> float:
 
 def bench(workload: str, size: str) -> dict[str, float]:
     key_heads, heads, query_heads, kv_heads = SIZES[size]
-    trunk = WORKLOADS[workload][0]
+    trunk = FIXED[workload].trunk
     pages = tuple(range(-(-trunk // PAGE_SIZE)))
-    meta = ForkMetadata.pack([token_tree(workload)], caches=[TrunkCache(pages=pages)]).to("cuda")
+    meta = ForkMetadata.pack([FIXED[workload].tree()], caches=[TrunkCache(pages=pages)]).to("cuda")
     rows = meta.tokens.shape[0]
     tree = meta.segment_offsets, meta.segment_parents
     block = query_block(query_heads // kv_heads)

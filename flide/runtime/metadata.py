@@ -5,8 +5,11 @@ Shapes: T stream rows, S segments, N readout rows, G pages. All tensors are int3
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -162,13 +165,12 @@ class ForkMetadata:
         cls, capacity: StreamCapacity, *, device: torch.device | str = "cpu", pin_memory: bool = False
     ) -> ForkMetadata:
         """An inert stream (no active rows) in one freshly allocated arena, every field 16-byte aligned."""
-        shapes = _shapes(capacity)
-        size = _HEADER + sum(_padded(shape) for shape in shapes.values())
-        arena = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
-        meta = cls._over(arena, capacity)
+        layout = _layout(capacity)
+        arena = torch.zeros(layout.size, dtype=torch.int32, device=device, pin_memory=pin_memory)
         for name in _FILLED_WITH_MINUS_ONE:
-            getattr(meta, name).fill_(-1)
-        return meta
+            begin, count, _ = layout.fields[name]
+            arena[begin : begin + count] = -1
+        return cls._over(arena, capacity)
 
     @classmethod
     def pack(
@@ -210,7 +212,11 @@ class ForkMetadata:
         return meta
 
     def _fill(self, segments: list[_Segment], readouts: list[tuple[int, ...]]) -> None:
-        view = {f.name: getattr(self, f.name).numpy() for f in fields(self) if f.name in _shapes(self.capacity)}
+        arena = self.arena.numpy()
+        view = {
+            name: arena[begin : begin + count].reshape(shape)
+            for name, (begin, count, shape) in _layout(self.capacity).fields.items()
+        }
         lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
         ends = np.cumsum(lengths)
         offsets = ends - lengths
@@ -218,7 +224,8 @@ class ForkMetadata:
         rows, n = int(lengths.sum()), len(segments)
 
         owner = np.repeat(np.arange(n), lengths)
-        view["tokens"][:rows] = np.fromiter((token for s in segments for token in s.tree.tokens), np.int64, rows)
+        tokens = list(itertools.chain.from_iterable(s.tree.tokens for s in segments))
+        view["tokens"][:rows] = np.array(tokens, dtype=np.int64)
         view["positions"][:, :rows] = np.arange(rows) - offsets[owner] + starts[owner]
         view["row_segments"][:rows] = owner
         view["segment_offsets"][1 : n + 1] = ends
@@ -255,12 +262,10 @@ class ForkMetadata:
 
     @classmethod
     def _over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
-        views: dict[str, Tensor] = {}
-        at = _HEADER
-        for name, shape in _shapes(capacity).items():
-            count = int(np.prod(shape))
-            views[name] = arena[at : at + count].view(shape)
-            at += _padded(shape)
+        views = {
+            name: arena[begin : begin + count].view(shape) if len(shape) > 1 else arena[begin : begin + count]
+            for name, (begin, count, shape) in _layout(capacity).fields.items()
+        }
         return cls(capacity=capacity, arena=arena, schedule=None, **views)
 
     def check(self) -> None:
@@ -298,9 +303,18 @@ _FILLED_WITH_MINUS_ONE = (
 )
 
 
-def _shapes(capacity: StreamCapacity) -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each field lies in an arena: (first element, elements, shape); and the arena's size."""
+
+    fields: dict[str, tuple[int, int, tuple[int, ...]]]
+    size: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(capacity: StreamCapacity) -> _Layout:
     t, s, n, g = capacity.tokens, capacity.segments, capacity.readouts, capacity.pages
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (3, t),
         "row_segments": (t,),
@@ -316,10 +330,12 @@ def _shapes(capacity: StreamCapacity) -> dict[str, tuple[int, ...]]:
         "page_table": (g,),
         "readout_rows": (n,),
     }
-
-
-def _padded(shape: tuple[int, ...]) -> int:
-    return -(-int(np.prod(shape)) // _ALIGN) * _ALIGN
+    placed, at = {}, _HEADER
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        placed[name] = (at, count, shape)
+        at += -(-count // _ALIGN) * _ALIGN
+    return _Layout(placed, at)
 
 
 def _segments(trees: Sequence[TokenTree], caches: Sequence[TrunkCache]) -> list[_Segment]:

@@ -1,0 +1,58 @@
+"""Rounds find a capacity that holds them with little padding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flide.runtime import ForkMetadata, StreamCapacity
+from flide.runtime.capacity import capacity_ladder, smallest_that_holds
+from flide.runtime.metadata import fresh_caches
+from scripts.workloads import FIXED, SEEDED, Shape, realistic
+
+LADDER = capacity_ladder(16_384)
+
+
+def needed(*shapes: Shape) -> StreamCapacity:
+    trees = [shape.tree() for shape in shapes]
+    return ForkMetadata.pack(trees, caches=fresh_caches(trees)).capacity
+
+
+def test_the_ladder_rises_to_its_end() -> None:
+    sizes = sorted({capacity.tokens for capacity in LADDER})
+    assert (sizes[0], sizes[-1]) == (64, 16_384)
+    assert all(b <= max(1.15 * a, a + 32) for a, b in itertools.pairwise(sizes))
+    assert len(set(LADDER)) == len(LADDER) <= 120
+    for tokens in sizes:
+        assert {c.segments for c in LADDER if c.tokens == tokens} >= {16, 64}
+
+
+@pytest.mark.parametrize("max_tokens", [0, 63, 100, -64])
+def test_a_size_the_ladder_cannot_end_at_is_refused(max_tokens: int) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        capacity_ladder(max_tokens)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_shapes_fit_and_few_questions_take_few_rows(name: str) -> None:
+    capacity = smallest_that_holds(LADDER, needed(FIXED[name]))
+    assert capacity is not None
+    assert capacity.tokens <= 1.12 * FIXED[name].rows + 32
+    assert capacity.segments == (16 if len(FIXED[name].branches) < 16 else max(64, capacity.segments))
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_padding_stays_under_an_eighth_on_average(name: str) -> None:
+    """Single requests; rounds of several are larger and pad less."""
+    rows = padded = 0
+    for shape in itertools.islice(realistic(name), 300):
+        capacity = smallest_that_holds(LADDER, needed(shape))
+        if capacity is not None:
+            rows, padded = rows + shape.rows, padded + capacity.tokens
+    assert rows / padded >= 0.88
+
+
+def test_nothing_holds_a_round_that_is_too_large() -> None:
+    assert smallest_that_holds(LADDER, needed(Shape(16_000, (400,)))) is None
+    assert smallest_that_holds(LADDER, needed(*[Shape(1, (1,))] * 2000)) is None
