@@ -40,7 +40,8 @@ class Engine:
     Safe to use from several threads; close it, or use it as a context manager, to stop its thread and free the model.
 
     Args:
-        model: a tree-aware model, on its device, in eval mode.
+        model: a tree-aware model, on its device, in eval mode. On CUDA it is made ready for inference in place: its
+            projections are merged, which ends their training, and it is given pools.
         tokenizer: the model's tokenizer.
         config: engine options (device and dtype are the model's own here).
 
