@@ -29,10 +29,12 @@ class ForkAttention(nn.Module):
 
     Attributes:
         q_norm, k_norm: applied per head before rotation; identity unless a subclass sets them.
+        query_parts: vectors of size H that ``q_proj`` emits per head.
         kv_pool: ``[pages, 2, M, PAGE_SIZE, H]`` when pools were allocated, else None and trunks are read from the
             stream.
     """
 
+    query_parts = 1
     kv_pool: Tensor | None
 
     def __init__(
@@ -48,7 +50,7 @@ class ForkAttention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim, self.window = num_heads, num_kv_heads, head_dim, window
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim * self.query_parts, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
@@ -143,18 +145,7 @@ class GatedForkAttention(ForkAttention):
     * the attention output is multiplied by ``sigmoid(gate)`` before ``o_proj``.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        scale: float | None = None,
-        window: int = 0,
-    ) -> None:
-        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, scale=scale, window=window)
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim * 2, bias=False)
+    query_parts = 2
 
     def forward(
         self,
@@ -164,7 +155,7 @@ class GatedForkAttention(ForkAttention):
         query_rows: Tensor | None = None,
     ) -> Tensor:
         query_gate, key_TMH, value_TMH = self.project(hidden_states_TD, query_rows)
-        query_QNH, gate_QNH = rearrange(query_gate, "q (n c h) -> c q n h", c=2, h=self.head_dim)
+        query_QNH, gate_QNH = rearrange(query_gate, "q (n c h) -> c q n h", c=self.query_parts, h=self.head_dim)
         o_QNH = self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows) * torch.sigmoid(gate_QNH)
         return self.o_proj(o_QNH.flatten(1))
 

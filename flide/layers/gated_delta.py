@@ -133,7 +133,7 @@ class ForkGatedDeltaNet(KeepFloat32):
         """One product for qkv, z, b and a; see ``flide.layers.merge``."""
         self.merged = merge(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 
-    def allocate_pools(self, *, slots: int, parents: int = 0, scratch: Tensor | None = None) -> None:
+    def allocate_pools(self, *, slots: int, parents: int, scratch: Tensor | None = None) -> None:
         """Give the layer pools of ``slots`` checkpoints and scratch for ``parents`` segments with children, on the
         device of its weights. ``scratch`` of that shape from another layer is shared."""
         channels, _, width = self.conv1d.weight.shape

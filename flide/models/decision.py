@@ -170,13 +170,16 @@ class ForDecision(nn.Module):
             if isinstance(module, ForkAttention | ForkGatedDeltaNet | GatedMLP):
                 module.merge_projections()
 
-    def allocate_pools(self, *, pages: int, slots: int = 1, parents: int = 0) -> None:
+    def allocate_pools(self, *, pages: int, parents: int, slots: int = 1) -> None:
         """Give every mixer its pools. The CUDA kernels need them.
 
         Args:
             pages: KV pages of each attention layer.
+            parents: segments with children that one round may hold: scratch that the recurrent layers share.
             slots: recurrent states of each recurrent layer; slot 0 is the zero state.
-            parents: segments with children that one round may hold (on CUDA; scratch shared by the recurrent layers).
+
+        On CUDA a round must keep within these numbers and bring its pages (``TrunkCache``): the kernels do not check
+        them.
         """
         scratch: Tensor | None = None
         for module in self.modules():

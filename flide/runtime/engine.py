@@ -41,7 +41,7 @@ class Engine:
 
     Args:
         model: a tree-aware model, on its device, in eval mode. On CUDA it is made ready for inference in place: its
-            projections are merged, which ends their training, and it is given pools.
+            projections are merged, which ends their training, and it is given pools; it belongs to one engine there.
         tokenizer: the model's tokenizer.
         config: engine options (device and dtype are the model's own here).
 

@@ -94,7 +94,6 @@ class RoundRunner:
             logits = logits_L[:num_options].astype(np.float64)
             if not np.isfinite(logits).all():
                 return ModelOutputError("the model produced logits that are not finite")
-            weights = np.exp(logits - logits.max())
-            answers[question_id] = answer_question(question, (weights / weights.sum()).tolist())
+            answers[question_id] = answer_question(question, np.exp(logits - logits.max()).tolist())
         usage = Usage(input_tokens=prepared.num_tokens, output_tokens=len(answers))
         return Decision(model=self.model_name, answers=answers, usage=usage)

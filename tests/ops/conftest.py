@@ -30,6 +30,13 @@ def dynamo_tables() -> None:
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def poison_empty(monkeypatch: pytest.MonkeyPatch, dynamo_tables: None) -> None:
     """Fill ``torch.empty`` and its kin with NaN or huge negative integers when ``flide`` code calls them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,13 +39,6 @@ POOL_PAGES = 12
 RESUME_TOTAL = 210  # tokens of the trunk that the resume tests cut
 trees = pytest.mark.parametrize("shapes", TREES.values(), ids=TREES.keys())
 small_trees = pytest.mark.parametrize("shapes", SMALL_TREES.values(), ids=SMALL_TREES.keys())
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def random_inputs(

@@ -26,7 +26,7 @@ from torch import Tensor
 from flide.ops.fork_schedule.reference import CHUNK, ForkSchedule
 from flide.ops.launch import num_programs
 
-BLOCK = 16  # diagonal blocks of the triangle, inverted row by row
+BLOCK = 16  # diagonal blocks of the triangle, inverted by powers
 
 
 @triton.jit
