@@ -19,7 +19,7 @@ from flide.ops.fork_attention.reference import fork_attention_reference
 from flide.ops.fork_attention.triton import fork_attention_triton
 from flide.ops.fork_gated_delta.reference import fork_gated_delta_reference
 from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
-from flide.ops.fork_schedule import fork_schedule, query_block
+from flide.ops.fork_schedule import fork_schedule
 from flide.runtime import ForkMetadata, TrunkCache
 from flide.runtime.metadata import PAGE_SIZE
 from scripts.workloads import FIXED
@@ -64,7 +64,7 @@ def bench(workload: str, size: str) -> dict[str, float | None]:
     meta = ForkMetadata.pack([FIXED[workload].tree()], caches=[TrunkCache(pages=pages)]).to("cuda")
     rows = meta.tokens.shape[0]
     tree = meta.segment_offsets, meta.segment_parents
-    block = query_block(query_heads // kv_heads)
+    group = query_heads // kv_heads
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").bfloat16()
@@ -77,7 +77,7 @@ def bench(workload: str, size: str) -> dict[str, float | None]:
     scratch = torch.empty(1, heads, 128, 128, device="cuda")
     query, key, value = randn(rows, query_heads, 256), randn(rows, kv_heads, 256), randn(rows, kv_heads, 256)
     kv_pool = randn(len(pages), 2, kv_heads, PAGE_SIZE, 256)
-    schedule = fork_schedule(meta, conv_width=4, query_block=block)
+    schedule = fork_schedule(meta, conv_width=4, group=group)
 
     def delta() -> Tensor:
         slots = meta.row_segments, meta.initial_slots, meta.final_slots
@@ -97,7 +97,7 @@ def bench(workload: str, size: str) -> dict[str, float | None]:
         exact = fork_attention_reference(*doubles, query_rows, *tree, scale=1 / 16, window=0)
         ratios[name] = error_ratio(attention(query_rows), exact)
     runs: dict[str, Callable[[], object]] = {
-        "schedule": lambda: fork_schedule(meta, conv_width=4, query_block=block),
+        "schedule": lambda: fork_schedule(meta, conv_width=4, group=group),
         "delta": delta,
         "attention": attention,
         "attention_readout": lambda: attention(meta.readout_rows),

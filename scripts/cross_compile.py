@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that need not be there, and print registers, spills and shared memory.
 
-    python -m scripts.cross_compile [--arch 80,86,89,90]
+    python -m scripts.cross_compile [--arch 80,86,89,90] [--jobs 2]
 
 Fails if a kernel does not compile, or needs more shared memory than a program may have on that GPU.
 """
@@ -8,10 +8,12 @@ Fails if a kernel does not compile, or needs more shared memory than a program m
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +24,60 @@ from triton.compiler import ASTSource
 from flide.ops.fork_attention import triton as attention
 from flide.ops.fork_gated_delta import triton as delta
 from flide.ops.fork_schedule import triton as schedule
-from flide.ops.fork_schedule.reference import CHUNK, query_block
+from flide.ops.fork_schedule.reference import CHUNK
+from flide.ops.launch import TABLES
+from flide.ops.norm_rotary import triton as norm_rotary
 from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
+from flide.runtime.tree import MAX_DEPTH
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a program may have
-FLOATS = {"p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
+FLOATS = {"p_cos", "p_sin", "p_partial", "p_stats", "p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
 BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_u", "p_q", "p_k", "p_p", "p_v"}
-BFLOATS |= {"p_out", "p_pool", "p_conv", "p_to"}
-SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32"}
+BFLOATS |= {"p_x", "p_out", "p_pool", "p_conv", "p_to"}
+SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32", "eps": "fp32", "offset": "fp32"}
 
 
-def kernels() -> dict[str, tuple[Any, dict[str, Any], int]]:
-    """Name -> (kernel, constants, warps), at the sizes of real models."""
-    sizes = {"K": 128, "V": 128, "L": CHUNK, "PRECISION": "tf32"}
+def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
+    """Name -> (kernel, constants, warps), at the sizes of real models and with the launch table of the GPU."""
+    table = TABLES[arch // 10, arch % 10]
     found: dict[str, tuple[Any, dict[str, Any], int]] = {}
     for segments in (16, 2048):
-        constants = {"SP": segments, "QP": min(1024, segments), "W": 4, "SAVES": MAX_SAVES, "L": CHUNK, "BQ": 32}
-        constants |= {"DEPTH": 3, "B": schedule.ROWS}
+        constants = {"SP": segments, "QP": min(1024, segments), "W": 4, "SAVES": MAX_SAVES, "L": CHUNK}
+        constants |= {"BQ": table.query_block(4), "DEPTH": MAX_DEPTH, "B": schedule.ROWS}
         found[f"schedule, {segments} segments"] = schedule._fork_schedule_kernel, constants, 8
-    for heads in (16, 32, 48):
+    for heads in (16, 48):
         for cache in (False, True):
             kind = f"{heads} heads, {'cached' if cache else 'fresh'}"
             constants = {"N": heads, "E": 16, "K": 128, "V": 128, "WIDTH": 4, "HAS_CACHE": cache}
-            convolution = {"BR": delta.CONV_ROWS, "FAST": True}
-            found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, delta.CONV_WARPS
+            convolution = {"BR": table.conv_rows, "FAST": True}
+            found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, table.conv_warps
             constants |= {"L": CHUNK, "PRECISION": "tf32", "B": delta.BLOCK, "WINDOW": 4}
-            found[f"prepare, {kind}"] = delta._prepare_kernel, constants, delta.PREPARE_WARPS
-    for level, columns in delta.SCAN_COLUMNS.items():
-        constants = {
-            **sizes,
-            "N": 16,
-            "E": 16,
-            "BV": columns,
-            "LEVEL": level,
-            "HAS_CACHE": True,
-            "STAGES": delta.SCAN_STAGES,
-        }
-        found[f"scan, level {level}"] = delta._scan_kernel, constants, delta.SCAN_WARPS
+            found[f"prepare, {kind}"] = delta._prepare_kernel, constants, table.prepare_warps
+    for level, columns in ((0, 16), (0, table.scan_columns), (1, table.scan_columns), (2, table.scan_columns)):
+        constants = {"N": 16, "E": 16, "K": 128, "V": 128, "BV": columns, "L": CHUNK, "LEVEL": level}
+        constants |= {"HAS_CACHE": True, "PRECISION": "tf32", "STAGES": table.scan_stages}
+        found[f"scan, level {level}, {columns} columns"] = delta._scan_kernel, constants, table.scan_warps
+        if level == 0:
+            found[f"scan, level 0, {columns} columns, fresh"] = (
+                delta._scan_kernel,
+                constants | {"HAS_CACHE": False},
+                table.scan_warps,
+            )
     for group in (4, 6):
-        padded = triton.next_power_of_2(group)
         for rows in (False, True):
             for depth in (2, 3):
-                constants = {"M": 2, "G": group, "GP": padded, "H": 256, "BQ": query_block(group), "PAGE": PAGE_SIZE}
-                constants |= {"BN": attention.KEY_BLOCK, "HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32"}
-                constants |= {"STAGES": attention.STAGES}
+                constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": 256, "PAGE": PAGE_SIZE}
+                constants |= {"BQ": table.query_block(group), "BN": table.key_block, "STAGES": table.attention_stages}
+                constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32"}
+                constants |= {"SPLITS": attention.READOUT_SPLITS if rows else 1}
                 name = f"attention, group {group}, {'some' if rows else 'all'} rows, depth {depth}"
-                found[name] = attention._fork_attention_kernel, constants, attention.WARPS
+                found[name] = attention._fork_attention_kernel, constants, table.attention_warps
     constants = {"M": 2, "N": 8, "H": 256, "PAGE": PAGE_SIZE, "B": 16, "HAS_ROWS": False}
     found["write pages"] = attention._write_pages_kernel, constants, 4
+    constants = {"N": 8, "H": 256, "SPLITS": attention.READOUT_SPLITS}
+    found["combine readouts"] = attention._combine_kernel, constants, 1
+    constants = {"N": 8, "H": 256, "F": 32, "B": norm_rotary.HEADS}
+    found["norm and rotary"] = norm_rotary._norm_rotary_kernel, constants, norm_rotary.WARPS
     return found
 
 
@@ -98,28 +106,34 @@ def resources(compiled: Any) -> str:
     return f"{found.get('REG', 0):4} registers {found.get('STACK', 0):5} bytes of stack"
 
 
+def report(arch: int, name: str) -> tuple[str, bool]:
+    """One line about one kernel, and whether it compiles and fits."""
+    try:
+        compiled = compile_for(*kernels(arch)[name], arch)
+    except Exception as error:  # noqa: BLE001 - reported, and the next kernel is tried
+        return f"sm_{arch} {name:40} FAILED {str(error).splitlines()[-1][:120]}", False
+    shared = compiled.metadata.shared
+    fits = shared <= SHARED_MEMORY[arch]
+    verdict = "" if fits else f"  TOO MUCH for {SHARED_MEMORY[arch]}"
+    return f"sm_{arch} {name:40} {shared:7} bytes shared {resources(compiled)}{verdict}", fits
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", default="80,86,89,90")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile at the same time")
     arguments = parser.parse_args()
-    failed = 0
-    for arch in map(int, arguments.arch.split(",")):
-        for name, (kernel, constants, warps) in kernels().items():
-            if arguments.only not in name:
-                continue
-            try:
-                compiled = compile_for(kernel, constants, warps, arch)
-            except Exception as error:  # noqa: BLE001 - reported, and the next kernel is tried
-                print(f"sm_{arch} {name:40} FAILED {str(error).splitlines()[-1][:120]}", flush=True)
-                failed += 1
-                continue
-            shared = compiled.metadata.shared
-            fits = shared <= SHARED_MEMORY[arch]
-            failed += not fits
-            verdict = "" if fits else f"  TOO MUCH for {SHARED_MEMORY[arch]}"
-            print(f"sm_{arch} {name:40} {shared:7} bytes shared {resources(compiled)}{verdict}", flush=True)
-    return 1 if failed else 0
+    archs = map(int, arguments.arch.split(","))
+    work = [(arch, name) for arch in archs for name in kernels(arch) if arguments.only in name]
+    if not work:
+        parser.error(f"no kernel's name contains {arguments.only!r}")
+    all_fit = True
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for line, fits in pool.map(report, *zip(*work, strict=True)):
+            print(line, flush=True)
+            all_fit &= fits
+    return 0 if all_fit else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,86 @@
-"""What launchers of persistent kernels share."""
+"""What launchers of kernels share: how many programs fill a GPU, and the launch constants of each kind of GPU."""
 
 from __future__ import annotations
 
 import functools
+import logging
+from dataclasses import dataclass, replace
 
 import torch
+
+logger = logging.getLogger("flide.ops")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTable:
+    """Launch constants of the kernels on one kind of GPU.
+
+    Attributes:
+        tile_rows: query rows times heads of a group in one attention tile.
+        key_block: keys that attention reads at a time; divides the page.
+        attention_warps: warps of one attention program.
+        attention_stages: pipeline stages of attention's loop over whole blocks of keys.
+        conv_rows: stream rows that one convolution program does at a time.
+        conv_warps: warps of one convolution program.
+        prepare_warps: warps of one prepare program.
+        scan_columns: value columns of one scan program, at most.
+        scan_warps: warps of one scan program.
+        scan_stages: pipeline stages of the scan's loop over chunks.
+    """
+
+    tile_rows: int
+    key_block: int
+    attention_warps: int
+    attention_stages: int
+    conv_rows: int
+    conv_warps: int
+    prepare_warps: int
+    scan_columns: int
+    scan_warps: int
+    scan_stages: int
+
+    def query_block(self, group: int) -> int:
+        """Query rows of one attention tile, for ``group`` query heads to a key/value head."""
+        padded = 1 << (group - 1).bit_length()
+        return max(1, self.tile_rows // padded)
+
+
+# 227 KB of shared memory a program. Measured on an H200.
+SM_90 = LaunchTable(
+    tile_rows=128,
+    key_block=64,
+    attention_warps=8,
+    attention_stages=2,
+    conv_rows=32,
+    conv_warps=4,
+    prepare_warps=4,
+    scan_columns=64,
+    scan_warps=4,
+    scan_stages=3,
+)
+# 99 KB. Unmeasured: chosen to fit and to spill little. Without the matrix instructions of sm_90 every warp holds all
+# queries of a tile in registers, so tiles are small.
+SM_86 = replace(SM_90, tile_rows=32, scan_columns=32, scan_stages=2)
+SM_89 = SM_86  # 99 KB. Unmeasured, as above.
+SM_80 = SM_86  # 163 KB. Unmeasured: registers, not shared memory, are what larger tiles lack.
+TABLES = {(8, 0): SM_80, (8, 6): SM_86, (8, 9): SM_89, (9, 0): SM_90}
+
+
+@functools.cache
+def launch_table(device: torch.device) -> LaunchTable:
+    """The table of a GPU; of the CPU, where the interpreter has no limits, that of sm_90."""
+    if device.type != "cuda":
+        return SM_90
+    return table_of(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+@functools.cache
+def table_of(capability: tuple[int, int], name: str) -> LaunchTable:
+    """The table of a compute capability. One that has none takes that of sm_86, which the log says once."""
+    if capability not in TABLES:
+        sm = "sm_{}{}".format(*capability)
+        logger.warning("no launch table for %s (%s): taking that of sm_86, which fits 99 KB of shared memory", name, sm)
+    return TABLES.get(capability, SM_86)
 
 
 @functools.cache

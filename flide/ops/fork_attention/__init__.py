@@ -96,7 +96,7 @@ def fork_attention_paged(
         segment_pages: ``[S]`` int32 first entry of a trunk in ``page_table``.
         page_table: ``[G]`` int32 page numbers.
         row_segments: ``[T]`` int32 segment of each row, -1 for padding.
-        schedule: work lists of the kernels; needed on CUDA, where the tiles hold ``query_block(N / M)`` query rows.
+        schedule: work lists of the kernels, made for ``group = N / M``; needed on CUDA.
         depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query_QNH, key_TMH, value_TMH)):

@@ -18,32 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flide.ops.fork_schedule.reference import (
-    ForkSchedule,
-    fork_schedule_reference,
-    max_chunks,
-    max_tiles,
-    query_block,
-)
+from flide.ops.fork_schedule.reference import ForkSchedule, fork_schedule_reference, max_chunks, max_tiles
+from flide.ops.launch import launch_table
 from flide.runtime.metadata import MAX_SAVES, ForkMetadata
 
-__all__ = ["ForkSchedule", "fork_schedule", "query_block", "with_schedule"]
+__all__ = ["ForkSchedule", "fork_schedule", "with_schedule"]
 
 _INPUTS = (
     "Tensor segment_offsets, Tensor segment_parents, Tensor segment_levels, Tensor initial_slots, Tensor save_rows,"
     " Tensor save_slots, Tensor row_segments, Tensor readout_rows"
 )
 _OUTPUTS = ", ".join(["Tensor"] * len(ForkSchedule._fields))
-torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int query_block) -> ({_OUTPUTS})")
+torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int group) -> ({_OUTPUTS})")
 
 
-def fork_schedule(meta: ForkMetadata, *, conv_width: int, query_block: int) -> ForkSchedule:
+def fork_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkSchedule:
     """The schedule of one stream.
 
     Args:
         meta: the stream.
         conv_width: taps of the model's short convolution.
-        query_block: query rows of one attention tile.
+        group: query heads per key/value head; with the device's launch table it says how many rows a tile holds.
     """
     return ForkSchedule(
         *torch.ops.flide.fork_schedule(
@@ -56,16 +51,16 @@ def fork_schedule(meta: ForkMetadata, *, conv_width: int, query_block: int) -> F
             meta.row_segments,
             meta.readout_rows,
             conv_width,
-            query_block,
+            group,
         )
     )
 
 
-def with_schedule(meta: ForkMetadata, *, conv_width: int, query_block: int) -> ForkMetadata:
+def with_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkMetadata:
     """The metadata with its schedule on a GPU; unchanged elsewhere, where the references read the segments."""
     if not meta.arena.is_cuda:
         return meta
-    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, query_block=query_block))
+    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, group=group))
 
 
 def _empty_schedule(parents: Tensor, rows: Tensor, readouts: Tensor, width: int, block: int) -> ForkSchedule:
@@ -87,19 +82,23 @@ def _empty_schedule(parents: Tensor, rows: Tensor, readouts: Tensor, width: int,
 
 
 @torch.library.register_fake("flide::fork_schedule")
-def _(offsets, parents, levels, initial_slots, save_rows, save_slots, row_segments, readout_rows, width, block):
+def _(offsets, parents, levels, initial_slots, save_rows, save_slots, row_segments, readout_rows, width, group):
+    block = launch_table(parents.device).query_block(group)
     return tuple(_empty_schedule(parents, row_segments, readout_rows, width, block))
 
 
 @torch.library.impl("flide::fork_schedule", "CompositeExplicitAutograd")
 def _(*args):
-    return tuple(fork_schedule_reference(*args[:-2], conv_width=args[-2], query_block=args[-1]))
+    *tensors, width, group = args
+    block = launch_table(tensors[0].device).query_block(group)
+    return tuple(fork_schedule_reference(*tensors, conv_width=width, query_block=block))
 
 
 @torch.library.impl("flide::fork_schedule", "CUDA")
 def _(*args):
     from flide.ops.fork_schedule.triton import fork_schedule_triton
 
-    *tensors, width, block = args
+    *tensors, width, group = args
+    block = launch_table(tensors[0].device).query_block(group)
     schedule = _empty_schedule(tensors[1], tensors[6], tensors[7], width, block)
     return tuple(fork_schedule_triton(*tensors, conv_width=width, query_block=block, schedule=schedule))

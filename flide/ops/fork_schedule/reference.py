@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from flide.runtime.tree import MAX_DEPTH
 
 CHUNK = 64  # rows of a chunk of the delta rule
-TILE_ROWS = 128  # query rows times heads of a group in one attention tile
 
 
 class ForkSchedule(NamedTuple):
@@ -59,7 +58,7 @@ def fork_schedule_reference(
     conv_width: int,
     query_block: int,
 ) -> ForkSchedule:
-    """The schedule; entries behind the counts are arbitrary."""
+    """The schedule, for tiles of ``query_block`` query rows; entries behind the counts are arbitrary."""
     device, num_segments = segment_offsets.device, segment_parents.shape[0]
     begins, ends, parents = segment_offsets[:-1], segment_offsets[1:], segment_parents
     index = torch.arange(num_segments, device=device, dtype=torch.int32)
@@ -128,9 +127,3 @@ def max_chunks(num_rows: int, num_spans: int) -> int:
 
 def max_tiles(num_rows: int, num_segments: int, query_block: int) -> int:
     return num_rows // query_block + num_segments
-
-
-def query_block(group: int) -> int:
-    """Query rows of one attention tile, for ``group`` query heads to a key/value head."""
-    padded = 1 << (group - 1).bit_length()
-    return max(1, TILE_ROWS // padded)

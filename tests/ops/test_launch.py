@@ -1,0 +1,55 @@
+"""Launch tables: every device has one, and the schedule is cut for it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from flide.ops.launch import SM_80, SM_86, SM_90, TABLES, LaunchTable, launch_table, table_of
+from flide.runtime import ForkMetadata, TokenTree
+from flide.runtime.metadata import PAGE_SIZE
+
+
+def test_each_capability_has_its_table() -> None:
+    assert table_of((9, 0), "H200") is SM_90
+    assert table_of((8, 0), "A100") is SM_80
+    assert launch_table(torch.device("cpu")) is SM_90
+
+
+def test_an_unknown_gpu_takes_the_smallest_table_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="flide.ops"):
+        for _ in range(2):
+            assert table_of((99, 1), "Some GPU") is SM_86
+    (record,) = caplog.records
+    assert "Some GPU (sm_991)" in record.getMessage()
+    assert "sm_86" in record.getMessage()
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=map(str, TABLES))
+def test_blocks_divide_pages_and_tiles_are_full(table: LaunchTable) -> None:
+    assert PAGE_SIZE % table.key_block == 0
+    for group, padded in [(1, 1), (2, 2), (4, 4), (6, 8), (8, 8)]:
+        assert table.query_block(group) * padded == table.tile_rows
+    assert table.query_block(2 * table.tile_rows) == 1
+
+
+@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.parametrize("table", [SM_86, SM_90], ids=["sm_86", "sm_90"])
+def test_the_schedule_and_its_fake_agree(monkeypatch: pytest.MonkeyPatch, table: LaunchTable, group: int) -> None:
+    monkeypatch.setattr("flide.ops.fork_schedule.launch_table", lambda device: table)
+    meta = ForkMetadata.pack([TokenTree(tuple(range(300)), (TokenTree((1,) * 70), TokenTree((2,))))])
+    inputs = (
+        meta.segment_offsets,
+        meta.segment_parents,
+        meta.segment_levels,
+        meta.initial_slots,
+        meta.save_rows,
+        meta.save_slots,
+        meta.row_segments,
+        meta.readout_rows,
+    )
+    torch.library.opcheck(torch.ops.flide.fork_schedule, (*inputs, 4, group))
+    tiles = torch.ops.flide.fork_schedule(*inputs, 4, group)[7]
+    assert tiles[1] == table.query_block(group)
