@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flide.ops.fork_schedule.reference import ForkSchedule, query_block
-from flide.ops.launch import num_programs
+from flide.ops.fork_schedule.reference import ForkSchedule
+from flide.ops.launch import launch_table, num_programs
 from flide.runtime.metadata import PAGE_SIZE
 
+READOUT_SPLITS = 8  # programs that share the keys of a tile of readout queries
 LOG2_E = 1.4426950408889634
 
 
@@ -73,6 +74,8 @@ def _fork_attention_kernel(
     p_v,
     p_pool,
     p_out,
+    p_partial,
+    p_stats,
     p_query_rows,
     p_tiles,
     p_tile_count,
@@ -98,18 +101,23 @@ def _fork_attention_kernel(
     BN: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """One tile's attention. With SPLITS > 1 a program does its share of the trunk's keys, the last one those of the
+    branch too, and leaves the parts to _combine_kernel."""
+    tl.static_assert(PAGE % BN == 0)  # a block of keys lies in one page
     o_x = tl.arange(0, BQ * GP)
     o_g = o_x % GP
     o_h = tl.arange(0, H)
     o_n = tl.arange(0, BN)
     num_tiles = tl.load(p_tile_count)
-    for work in range(tl.program_id(0), num_tiles * M, tl.num_programs(0)):
-        i_tile = num_tiles - 1 - work // M  # branches, and the last tiles of a trunk, have the most keys
-        i_m = work % M
+    for work in range(tl.program_id(0), num_tiles * M * SPLITS, tl.num_programs(0)):
+        i_tile = num_tiles - 1 - work // (M * SPLITS)  # branches, and the last tiles of a trunk, have the most keys
+        i_m = work // SPLITS % M
+        i_split = work % SPLITS
         first = tl.load(p_tiles + i_tile)
         query = first + o_x // GP
         m_q = query < tl.minimum(first + BQ, num_queries)
@@ -150,12 +158,18 @@ def _fork_attention_kernel(
             if HAS_ROWS:
                 dense = 0  # queries may stand in any order
         p_pages = p_page_table + tl.load(p_segment_pages + root)
-        for n in tl.range(0, dense, BN, num_stages=STAGES):
+        begin = 0
+        if SPLITS > 1:
+            share = tl.cdiv(tl.cdiv(limit, BN), SPLITS) * BN
+            begin = i_split * share
+            limit = tl.minimum(limit, begin + share)
+            dense = tl.minimum(dense, limit)
+        for n in tl.range(begin, dense, BN, num_stages=STAGES):
             b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, False)
             b_acc, b_max, b_sum = _online_softmax(
                 b_q, b_k, b_v, None, b_acc, b_max, b_sum, scale_log2, False, PRECISION
             )
-        n = dense
+        n = tl.maximum(dense, begin)
         while n < limit:
             b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, True)
             m_visible = (n + o_n < limit)[None, :] & (n + o_n[None, :] <= b_time[:, None])
@@ -163,7 +177,7 @@ def _fork_attention_kernel(
                 b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
             )
             n += BN
-        if parent >= 0:
+        if (parent >= 0) & (i_split == SPLITS - 1):
             if DEPTH > 2 and parent != root:
                 n = tl.load(p_offsets + parent)
                 end = tl.load(p_offsets + parent + 1)
@@ -185,8 +199,44 @@ def _fork_attention_kernel(
                     b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
                 )
                 n += BN
-        p_o = p_out + (query.to(tl.int64) * M * G + o_head)[:, None] * H + o_h[None, :]
-        tl.store(p_o, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_q[:, None])
+        o_out = query.to(tl.int64) * M * G + o_head
+        if SPLITS == 1:
+            p_o = p_out + o_out[:, None] * H + o_h[None, :]
+            tl.store(p_o, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_q[:, None])
+        else:
+            o_out += i_split.to(tl.int64) * num_queries * M * G
+            tl.store(p_partial + o_out[:, None] * H + o_h[None, :], b_acc, mask=m_q[:, None])
+            tl.store(p_stats + 2 * o_out, b_max, mask=m_q)
+            tl.store(p_stats + 2 * o_out + 1, b_sum, mask=m_q)
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_queries"])
+def _combine_kernel(
+    p_partial,
+    p_stats,
+    p_out,
+    p_query_rows,
+    p_offsets,
+    num_segments,
+    num_queries,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The parts of one query head put together; zeros for queries that belong to nobody."""
+    o_out = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, H)
+    o_part = tl.arange(0, SPLITS) * (num_queries * N).to(tl.int64) + o_out
+    active = tl.load(p_query_rows + o_out // N) < tl.load(p_offsets + num_segments)
+    m_part = (o_part >= 0) & active
+    b_max = tl.load(p_stats + 2 * o_part, mask=m_part, other=float("-inf"))
+    b_sum = tl.load(p_stats + 2 * o_part + 1, mask=m_part, other=0.0)
+    top = tl.max(b_max, axis=0)
+    b_weight = tl.where(m_part, tl.exp2(b_max - top), 0.0)
+    total = tl.where(active, tl.sum(b_sum * b_weight, axis=0), 1.0)
+    b_acc = tl.load(p_partial + o_part[:, None] * H + o_h[None, :], mask=m_part[:, None], other=0.0)
+    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / total
+    tl.store(p_out + o_out * H + o_h, b_out.to(p_out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "num_queries"])
@@ -201,7 +251,6 @@ def _write_pages_kernel(
     p_starts,
     p_segment_pages,
     p_page_table,
-    p_query_rows,
     num_rows,
     num_segments,
     num_queries,
@@ -216,7 +265,7 @@ def _write_pages_kernel(
     B: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """New rows of trunks into their pages; zeros into the output of queries that belong to nobody."""
+    """New rows of trunks into their pages; zeros into the output of rows that belong to nobody."""
     o_b = tl.arange(0, B)
     o_h = tl.arange(0, H)
     num_trunk_blocks = (num_rows + B - 1) // B
@@ -235,25 +284,14 @@ def _write_pages_kernel(
             p_to = p_pool + ((b_page * 2 * M + i_m) * PAGE + b_time % PAGE)[:, None] * H + o_h[None, :]
             tl.store(p_to, b_k, mask=m_rows[:, None])
             tl.store(p_to + M * PAGE * H, b_v, mask=m_rows[:, None])
-    active = tl.load(p_offsets + num_segments)
-    first_block = active // B
-    if HAS_ROWS:
-        first_block = 0
-    for block in range(first_block + tl.program_id(0), (num_queries + B - 1) // B, tl.num_programs(0)):
-        query = block * B + o_b
-        m_q = query < num_queries
-        rows = query
-        if HAS_ROWS:
-            rows = tl.load(p_query_rows + query, mask=m_q, other=0)
-        m_q = m_q & (rows >= active)
-        if tl.max(m_q.to(tl.int32), axis=0) > 0:
+    if not HAS_ROWS:
+        active = tl.load(p_offsets + num_segments)
+        for block in range(active // B + tl.program_id(0), (num_queries + B - 1) // B, tl.num_programs(0)):
+            query = block * B + o_b
+            m_q = (query < num_queries) & (query >= active)
             for i_n in range(N):
                 p_o = p_out + (query.to(tl.int64) * N + i_n)[:, None] * H + o_h[None, :]
                 tl.store(p_o, tl.zeros([B, H], dtype=p_out.dtype.element_ty), mask=m_q[:, None])
-
-
-# Keys of a block, warps and stages. Measured on an H200; other GPUs take the same.
-KEY_BLOCK, WARPS, STAGES = 64, 8, 2
 
 
 def fork_attention_triton(
@@ -279,7 +317,12 @@ def fork_attention_triton(
     group = num_heads // num_kv_heads
     has_rows = query_rows is not None
     out_QNH = query_QNH.new_empty(query_QNH.shape)
-    programs = num_programs(query_QNH.device)
+    programs, table = num_programs(query_QNH.device), launch_table(query_QNH.device)
+    # Queries that are read out are few and have many keys. The number of parts must not depend on the round.
+    splits = READOUT_SPLITS if has_rows else 1
+    parts = (splits, num_queries, num_heads) if splits > 1 else (0, 0, 0)
+    partial = query_QNH.new_empty(*parts, head_dim, dtype=torch.float32)
+    stats = query_QNH.new_empty(*parts, 2, dtype=torch.float32)
     strides = (key_TMH.stride(0), key_TMH.stride(1), value_TMH.stride(0), value_TMH.stride(1))
     _write_pages_kernel[(2 * programs,)](
         key_TMH,
@@ -292,7 +335,6 @@ def fork_attention_triton(
         segment_starts,
         segment_pages,
         page_table,
-        query_rows if has_rows else row_segments,
         num_rows,
         segment_parents.shape[0],
         num_queries,
@@ -311,6 +353,8 @@ def fork_attention_triton(
         value_TMH,
         kv_pool,
         out_QNH,
+        partial,
+        stats,
         query_rows if has_rows else row_segments,
         schedule.readout_tiles if has_rows else schedule.tiles,
         schedule.tile_counts[int(has_rows) :],
@@ -329,13 +373,28 @@ def fork_attention_triton(
         G=group,
         GP=triton.next_power_of_2(group),
         H=head_dim,
-        BQ=query_block(group),
-        BN=KEY_BLOCK,
+        BQ=table.query_block(group),
+        BN=table.key_block,
         PAGE=PAGE_SIZE,
         HAS_ROWS=has_rows,
+        SPLITS=splits,
         DEPTH=depth,
         PRECISION="ieee" if query_QNH.dtype == torch.float32 else "tf32",
-        STAGES=STAGES,
-        num_warps=WARPS,
+        STAGES=table.attention_stages,
+        num_warps=table.attention_warps,
     )
+    if splits > 1:
+        _combine_kernel[(num_queries * num_heads,)](
+            partial,
+            stats,
+            out_QNH,
+            query_rows,
+            segment_offsets,
+            segment_parents.shape[0],
+            num_queries,
+            N=num_heads,
+            H=head_dim,
+            SPLITS=splits,
+            num_warps=1,
+        )
     return out_QNH

@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flide.ops.fork_schedule.reference import CHUNK, ForkSchedule
-from flide.ops.launch import num_programs
+from flide.ops.launch import launch_table, num_programs
 
+FEW_SEGMENTS = 64
 BLOCK = 16  # diagonal blocks of the triangle, inverted by powers
 
 
@@ -362,6 +363,7 @@ def _scan_kernel(
     p_scratch,
     p_state_pool,
     p_chunk_offsets,
+    p_offsets,
     p_chunk_rows,
     p_chunk_saves,
     p_parents,
@@ -397,9 +399,16 @@ def _scan_kernel(
         elif HAS_CACHE:
             slot = tl.load(p_initial_slots + i_s).to(tl.int64)
             b_S = tl.load(p_state_pool + (slot * N + i_h) * K * V + o_state)
-        for i_y in tl.range(tl.load(p_chunk_offsets + i_s), tl.load(p_chunk_offsets + i_s + 1), num_stages=STAGES):
-            rows = tl.load(p_chunk_rows + 2 * i_y) + o_l
-            m_rows = (rows < tl.load(p_chunk_rows + 2 * i_y + 1))[:, None]
+        first_chunk = tl.load(p_chunk_offsets + i_s)
+        begin = tl.load(p_offsets + i_s)
+        end = tl.load(p_offsets + i_s + 1)
+        for i_y in tl.range(first_chunk, tl.load(p_chunk_offsets + i_s + 1), num_stages=STAGES):
+            if LEVEL == 0 and HAS_CACHE:  # trunks are cut where they are saved
+                rows = tl.load(p_chunk_rows + 2 * i_y) + o_l
+                m_rows = (rows < tl.load(p_chunk_rows + 2 * i_y + 1))[:, None]
+            else:  # not from the table: loads that wait for loads are not pipelined as far
+                rows = begin + (i_y - first_chunk) * L + o_l
+                m_rows = (rows < end)[:, None]
             o_row = (rows.to(tl.int64) * N + i_h)[:, None]
             p_qk = p_conv + rows.to(tl.int64)[:, None] * C + i_h // (N // E) * K + o_k[None, :]
             b_w = tl.load(p_w + o_row * K + o_k[None, :], mask=m_rows, other=0.0)
@@ -423,13 +432,6 @@ def _scan_kernel(
         final_slot = tl.load(p_final_slots + i_s).to(tl.int64)
         if final_slot >= 0:
             tl.store(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S)
-
-
-# Warps, value columns of one scan program and pipeline stages. Measured on an H200; other GPUs take the same.
-CONV_ROWS, CONV_WARPS = 32, 4
-PREPARE_WARPS = 4
-SCAN_WARPS, SCAN_STAGES = 4, 3
-SCAN_COLUMNS = {0: 32, 1: 64, 2: 64}  # by level: a trunk has few programs, so they are made narrower
 
 
 def fork_gated_delta_triton(
@@ -468,7 +470,7 @@ def fork_gated_delta_triton(
     p = qkv_TC.new_empty(num_rows, heads, CHUNK)
     decay = qkv_TC.new_empty(num_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
-    programs = num_programs(qkv_TC.device)
+    programs, table = num_programs(qkv_TC.device), launch_table(qkv_TC.device)
     _conv_kernel[(8 * programs,)](
         qkv_TC,
         conv,
@@ -485,11 +487,11 @@ def fork_gated_delta_triton(
         E=num_key_heads,
         K=key_dim,
         V=value_dim,
-        BR=CONV_ROWS,
+        BR=table.conv_rows,
         WIDTH=width,
         HAS_CACHE=has_cache,
         FAST=qkv_TC.is_cuda and not exact,
-        num_warps=CONV_WARPS,
+        num_warps=table.conv_warps,
     )
     _prepare_kernel[(2 * programs,)](
         qkv_TC,
@@ -529,8 +531,12 @@ def fork_gated_delta_triton(
         WINDOW=triton.next_power_of_2(width - 1),
         HAS_CACHE=has_cache,
         PRECISION=precision,
-        num_warps=PREPARE_WARPS,
+        num_warps=table.prepare_warps,
     )
+    # A trunk is few programs and runs long, so it is cut into more where there can only be few trunks.
+    columns = table.scan_columns
+    while segment_parents.shape[0] <= FEW_SEGMENTS and columns > 16 and heads * value_dim // columns * 2 <= programs:
+        columns //= 2
     for level in range(depth):
         _scan_kernel[(4 * programs,)](
             conv,
@@ -543,6 +549,7 @@ def fork_gated_delta_triton(
             scratch,
             state_pool,
             schedule.chunk_offsets,
+            segment_offsets,
             schedule.chunk_rows,
             schedule.chunk_saves,
             segment_parents,
@@ -554,12 +561,12 @@ def fork_gated_delta_triton(
             E=num_key_heads,
             K=key_dim,
             V=value_dim,
-            BV=min(SCAN_COLUMNS[level], value_dim),
+            BV=min(columns if level == 0 else table.scan_columns, value_dim),
             L=CHUNK,
             LEVEL=level,
             HAS_CACHE=has_cache,
             PRECISION=precision,
-            STAGES=SCAN_STAGES,
-            num_warps=SCAN_WARPS,
+            STAGES=table.scan_stages,
+            num_warps=table.scan_warps,
         )
     return out_TNV
