@@ -10,8 +10,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from flide.layers.merge import MergedLinear, merge
+from flide.layers.norm import RMSNorm
 from flide.layers.rotary import RotaryTables, apply_rotary
 from flide.ops.fork_attention import fork_attention, fork_attention_paged
+from flide.ops.norm_rotary import norm_rotary
 from flide.runtime.metadata import PAGE_SIZE, ForkMetadata
 
 
@@ -100,10 +102,8 @@ class ForkAttention(nn.Module):
         query_rows: Tensor | None,
     ) -> Tensor:
         """Norm, rotation and fork attention: ``[Q, N, H]``."""
-        query_QNH, key_TMH = self.q_norm(query_QNH), self.k_norm(key_TMH)
-        if rotary is not None:
-            query_QNH = apply_rotary(query_QNH, rotary.select(query_rows))
-            key_TMH = apply_rotary(key_TMH, rotary)
+        query_QNH = _norm_and_rotate(self.q_norm, query_QNH, None if rotary is None else rotary.select(query_rows))
+        key_TMH = _norm_and_rotate(self.k_norm, key_TMH, rotary)
         if self.kv_pool is None:
             return fork_attention(
                 query_QNH,
@@ -158,6 +158,15 @@ class GatedForkAttention(ForkAttention):
         query_QNH, gate_QNH = rearrange(query_gate, "q (n c h) -> c q n h", c=self.query_parts, h=self.head_dim)
         o_QNH = self.attend(query_QNH, key_TMH, value_TMH, rotary, meta, query_rows) * torch.sigmoid(gate_QNH)
         return self.o_proj(o_QNH.flatten(1))
+
+
+def _norm_and_rotate(norm: nn.Module, x_TNH: Tensor, tables: RotaryTables | None) -> Tensor:
+    """Norm per head, then rotation: one kernel where the norm is a plain RMSNorm."""
+    if tables is None:
+        return norm(x_TNH)
+    if type(norm) is RMSNorm:
+        return norm_rotary(x_TNH, norm.weight, *tables, eps=norm.eps, offset=norm.offset)
+    return apply_rotary(norm(x_TNH), tables)
 
 
 def select_rows(x_T: Tensor, rows: Tensor | None) -> Tensor:

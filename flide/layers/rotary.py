@@ -51,7 +51,7 @@ class RotaryEmbedding(KeepFloat32):
         self.register_buffer("axis_F", axis_F, persistent=False)
 
     def forward(self, positions_3T: Tensor) -> RotaryTables:
-        angle_TF = positions_3T.index_select(0, self.axis_F).float().T * self.inv_freq_F
+        angle_TF = positions_3T.index_select(0, self.axis_F).float().T.contiguous() * self.inv_freq_F
         return RotaryTables(angle_TF.cos(), angle_TF.sin())
 
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from flide.errors import CheckpointError
 from flide.layers import ForkGatedDeltaNet, GatedForkAttention, GatedMLP, RMSNorm, RotaryEmbedding, RotaryTables
 from flide.layers.attention import select_rows
+from flide.layers.residual import add_residual
 from flide.models.auto import register
 from flide.models.config import ConfigReader
 from flide.models.decision import ForDecision, config_fields
-from flide.ops.fork_schedule import query_block, with_schedule
+from flide.ops.fork_schedule import with_schedule
 from flide.runtime.metadata import ForkMetadata
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -163,9 +164,8 @@ class Qwen35Layer(nn.Module):
         """``[T, D]`` -> ``[T, D]``, or ``[Q, D]`` of the query rows only."""
         mixer = self.self_attn if self.layer_type == FULL else self.linear_attn
         mixed_QD = mixer(self.input_layernorm(hidden_states_TD), rotary, meta, query_rows)
-        hidden_states_QD: Tensor = select_rows(hidden_states_TD, query_rows) + mixed_QD
-        hidden_states_QD = hidden_states_QD + self.mlp(self.post_attention_layernorm(hidden_states_QD))
-        return hidden_states_QD
+        hidden_states_QD = add_residual(select_rows(hidden_states_TD, query_rows), mixed_QD)
+        return add_residual(hidden_states_QD, self.mlp(self.post_attention_layernorm(hidden_states_QD)))
 
 
 class Qwen35Model(nn.Module):
@@ -174,7 +174,7 @@ class Qwen35Model(nn.Module):
     def __init__(self, config: Qwen35Config) -> None:
         super().__init__()
         self.conv_width = config.linear_conv_kernel_dim
-        self.query_block = query_block(config.num_attention_heads // config.num_key_value_heads)
+        self.group = config.num_attention_heads // config.num_key_value_heads
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Qwen35Layer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
@@ -182,14 +182,17 @@ class Qwen35Model(nn.Module):
             int(config.head_dim * config.partial_rotary_factor), config.rope_theta, sections=config.mrope_section
         )
 
-    def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
+    def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]``; the last layer computes nothing but what its readout rows need."""
-        meta = with_schedule(meta, conv_width=self.conv_width, query_block=self.query_block)
+        meta = with_schedule(meta, conv_width=self.conv_width, group=self.group)
         rotary = self.rotary(meta.positions)
         hidden_states = self.embed_tokens(tokens_T)
         for layer in self.layers[:-1]:
             hidden_states = layer(hidden_states, rotary, meta)
-        hidden_states = self.layers[-1](hidden_states, rotary, meta, query_rows=meta.readout_rows)
+        if selective_readout:
+            hidden_states = self.layers[-1](hidden_states, rotary, meta, query_rows=meta.readout_rows)
+        else:
+            hidden_states = select_rows(self.layers[-1](hidden_states, rotary, meta), meta.readout_rows)
         normed_ND: Tensor = self.norm(hidden_states)
         return normed_ND
 
@@ -211,7 +214,7 @@ class Qwen35ForDecision(ForDecision):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
-        hidden_states_ND: Tensor = self.model(tokens_T, meta)
+        hidden_states_ND: Tensor = self.model(tokens_T, meta, selective_readout=self.selective_readout)
         return hidden_states_ND
 
 
