@@ -149,14 +149,14 @@ def test_good_jsonl_exits_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_lines_the_model_fails_on_are_failures_not_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = RoundRunner.run
+    run = RoundRunner.begin
 
     def fragile(self: RoundRunner, requests: Any) -> Any:
         if any(r.request.state == "large" for r in requests):
             raise MemoryError
         return run(self, requests)
 
-    monkeypatch.setattr(RoundRunner, "run", fragile)
+    monkeypatch.setattr(RoundRunner, "begin", fragile)
     bodies = [BODY, {**BODY, "state": "large"}, {}, BODY]
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join(map(json.dumps, bodies)))

@@ -62,6 +62,7 @@ class ForDecision(nn.Module):
         renames: (pattern, replacement) from stored keys to parameter names.
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
+        selective_readout: compute in the last layer only what the readout rows need; False is an ablation.
         final_logit_softcapping: cap c of ``c * tanh(logit / c)``, applied before the option softmax; None for none.
     """
 
@@ -70,6 +71,7 @@ class ForDecision(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()
     config: DecisionConfig
     lm_head: nn.Linear
+    selective_readout: bool = True
     final_logit_softcapping: float | None = None
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
@@ -188,6 +190,12 @@ class ForDecision(nn.Module):
             elif isinstance(module, ForkGatedDeltaNet):
                 module.allocate_pools(slots=slots, parents=parents, scratch=scratch)
                 scratch = module.scratch
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Device memory of one trunk token's keys and values, in all layers together."""
+        layers = [module for module in self.modules() if isinstance(module, ForkAttention)]
+        return sum(2 * x.num_kv_heads * x.head_dim * x.k_proj.weight.element_size() for x in layers)
 
     def check_kernels(self) -> None:
         """See that the CUDA kernels can serve every layer.

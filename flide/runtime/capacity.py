@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flide.runtime.metadata import PAGE_SIZE, StreamCapacity
+from flide.runtime.tree import TokenTree
 
-# Each step of the ladder is at most this much larger than the one before (and a multiple of ALIGN rows).
-STEP = 1.15
+# Each step of the ladder is at most this much larger than the one before, or by ALIGN rows. A graph costs little memory
+# and about 60 ms when the engine starts.
+STEP = 1.08
 ALIGN = 32
 SMALLEST = 64
 # Segments, and readout rows, a capacity may hold: few for one question or a few, and T / MANY for many short ones. The
-# last layer computes every readout row of its capacity, so that one class alone would save nothing.
-ROW_CLASSES = (16, 64)
-MANY = 8
+# last layer computes every readout row of its capacity, so that one class alone would save nothing. Among thousands of
+# rows the smallest class would save nothing either.
+FEW, SOME, MANY = 16, 64, 8
+LARGE = 1024
+
+# Requests of one round: each has a trunk, whose last page may be broken and whose final state takes a scratch slot.
+MAX_REQUESTS = 256
 
 
 def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
@@ -26,17 +32,47 @@ def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
         raise ValueError(f"the largest capacity must be a multiple of {ALIGN} of at least {SMALLEST}, got {max_tokens}")
     sizes = [SMALLEST]
     while sizes[-1] < max_tokens:
-        grown = int(sizes[-1] * STEP) // ALIGN * ALIGN
-        sizes.append(min(max_tokens, max(sizes[-1] + ALIGN, grown)))
+        align = ALIGN if sizes[-1] < 2 * LARGE else 2 * ALIGN
+        sizes.append(min(max_tokens, max(sizes[-1] + align, int(sizes[-1] * STEP) // align * align)))
     return tuple(
-        # Every trunk may end inside a page.
-        StreamCapacity(tokens, rows, rows, pages=tokens // PAGE_SIZE + rows)
+        StreamCapacity(tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS))
         for tokens in sizes
-        for rows in sorted({*ROW_CLASSES, max(ROW_CLASSES[-1], tokens // MANY)})
+        for rows in _row_classes(tokens)
     )
+
+
+def _row_classes(tokens: int) -> list[int]:
+    return sorted({FEW, SOME, max(SOME, tokens // MANY)} if tokens <= LARGE else {SOME, tokens // MANY})
 
 
 def smallest_that_holds(capacities: Sequence[StreamCapacity], needed: StreamCapacity) -> StreamCapacity | None:
     """The capacity a round takes: the fewest rows, then the fewest segments; None if it fits none."""
     fitting = [capacity for capacity in capacities if capacity.holds(needed)]
     return min(fitting, key=lambda capacity: (capacity.tokens, capacity.segments), default=None)
+
+
+def needed_by(tree: TokenTree) -> StreamCapacity:
+    """What one request needs; the requests of a round add up."""
+    segments = [tree]
+    depth = 0
+    level: tuple[TokenTree, ...] = (tree,)
+    while level:
+        depth += 1
+        level = tuple(child for node in level for child in node.children)
+        segments += level
+    return StreamCapacity(
+        tokens=max(1, sum(len(node.tokens) for node in segments)),
+        segments=len(segments),
+        readouts=max(1, sum(len(node.readout_offsets) for node in segments)),
+        pages=-(-len(tree.tokens) // PAGE_SIZE),
+        depth=max(2, depth),
+    )
+
+
+def padded(needed: StreamCapacity) -> StreamCapacity:
+    """The capacity of a stream that no captured one holds: rounded up, so that no size is 1 or 0, which would be
+    another compilation."""
+    rows = max(needed.segments, needed.readouts)
+    rows = -(-rows // FEW) * FEW
+    tokens = -(-needed.tokens // ALIGN) * ALIGN
+    return StreamCapacity(max(SMALLEST, tokens), rows, rows, max(2, needed.pages), needed.depth)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from flide.runtime.capacity import ALIGN, SMALLEST
+
 ROUND_TOKENS_CPU = 4096
 ROUND_TOKENS_CUDA = 16384
+KV_MEMORY_SHARE = 0.2  # of the device memory that the weights leave free, for the KV pages of the longest prompt
+GRAPH_MODES = ("auto", "explicit", "reduce-overhead", "off")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -19,25 +24,45 @@ class EngineConfig:
         device: "auto" (CUDA if there is one, else the CPU) or a torch device.
         dtype: of weights and matrix products; "auto" is bfloat16 on CUDA and float32 elsewhere. Recurrent states,
             gates, softmax, norms and option logits never have less than float32.
-        max_round_tokens: stream rows that requests may share in one round; a longer request runs alone. None for 16,384
-            on CUDA and 4,096 elsewhere.
-        max_prompt_tokens: longest prompt of one question, its state included; None for what the model was made for.
+        max_round_tokens: stream rows that requests may share in one round; a longer request runs alone. On CUDA the
+            largest graph has so many, rounded up to a multiple of 32. None for 16,384 on CUDA and 4,096 elsewhere.
+        max_round_requests: requests that may share a round; None for 256. 1 is an ablation: no flat rounds.
+        max_prompt_tokens: longest prompt of one question, its state included; None for what the model was made for, and
+            on CUDA no more than a fifth of the free memory holds keys and values of.
         model_name: name in responses; None for the last part of the model's path.
+        compile: run the model through ``torch.compile``; None to do so on CUDA only. It takes up to a minute, once.
+        graphs: CUDA graphs, one per capacity. "explicit" captures the compiled model, or the eager one;
+            "reduce-overhead" leaves it to ``torch.compile``; "off" launches every kernel of every round; "auto" is the
+            fastest, "explicit".
+        fork: share a request's state between its questions. False is an ablation: every question runs alone.
+        selective_readout: compute only the rows that are read in the last layer. False is an ablation.
     """
 
     device: str | torch.device = "auto"
     dtype: str | torch.dtype = "auto"
     max_round_tokens: int | None = None
     max_prompt_tokens: int | None = None
+    max_round_requests: int | None = None
     model_name: str | None = None
+    compile: bool | None = None
+    graphs: Literal["auto", "explicit", "reduce-overhead", "off"] = "auto"
+    fork: bool = True
+    selective_readout: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_round_tokens", "max_prompt_tokens"):
+        for name in ("max_round_tokens", "max_prompt_tokens", "max_round_requests"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
         if self.model_name is not None and (not isinstance(self.model_name, str) or not self.model_name):
             raise ValueError(f"model_name must be a string that is not empty, or None, got {self.model_name!r}")
+        for name in ("compile", "fork", "selective_readout"):
+            if not isinstance(getattr(self, name), bool) and (name != "compile" or self.compile is not None):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.graphs not in GRAPH_MODES:
+            raise ValueError(f"graphs must be one of {', '.join(GRAPH_MODES)}, got {self.graphs!r}")
+        if self.graphs == "reduce-overhead" and self.compile is False:
+            raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
         self.resolve_dtype()
 
     def resolve_device(self) -> torch.device:
@@ -70,7 +95,22 @@ class EngineConfig:
             return _DTYPES[self.dtype]
         raise ValueError(f"unknown dtype {self.dtype!r}; one of auto, {', '.join(_DTYPES)}")
 
+    def resolve_compile(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self.compile is None else self.compile
+
+    def resolve_graphs(self, device: torch.device) -> Literal["explicit", "reduce-overhead", "off"]:
+        """How CUDA graphs are made.
+
+        Raises:
+            ValueError: graphs were asked for by name, and the device has none.
+        """
+        if device.type == "cuda":
+            return "explicit" if self.graphs == "auto" else self.graphs
+        if self.graphs not in ("auto", "off"):
+            raise ValueError(f"graphs='{self.graphs}' needs a CUDA device, and the model is on '{device}'")
+        return "off"
+
     def round_tokens(self, device: torch.device) -> int:
-        if self.max_round_tokens is not None:
-            return self.max_round_tokens
-        return ROUND_TOKENS_CUDA if device.type == "cuda" else ROUND_TOKENS_CPU
+        if device.type != "cuda":
+            return self.max_round_tokens or ROUND_TOKENS_CPU
+        return max(SMALLEST, -(-(self.max_round_tokens or ROUND_TOKENS_CUDA) // ALIGN) * ALIGN)

@@ -177,3 +177,16 @@ def _score_confidence(p: list[float]) -> float:
     mode = p.index(max(p))
     spread = math.fsum(abs(i - (n - 1) / 2) for i in range(n)) / n
     return max(0.0, 1.0 - math.fsum(p_i * abs(i - mode) for i, p_i in enumerate(p)) / spread)
+
+
+def joined(parts: Sequence[Decision]) -> Decision:
+    """One decision from those of a request's questions."""
+    if len(parts) == 1:
+        return parts[0]
+    usage = Usage(
+        input_tokens=sum(part.usage.input_tokens for part in parts),
+        output_tokens=sum(part.usage.output_tokens for part in parts),
+    )
+    return Decision(
+        model=parts[0].model, answers={k: v for part in parts for k, v in part.answers.items()}, usage=usage
+    )

@@ -11,15 +11,17 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeAlias, overload
+
+import torch
 
 from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.weights import resolve_directory
-from flide.runtime.config import EngineConfig
-from flide.runtime.decision import Decision
+from flide.runtime.config import KV_MEMORY_SHARE, EngineConfig
+from flide.runtime.decision import Decision, joined
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
@@ -31,6 +33,7 @@ logger = logging.getLogger("flide.engine")
 
 EMBEDDED_MODEL = "flide-tiny-random"
 Request = DecisionRequest | Mapping[str, Any]
+_Outcome: TypeAlias = "list[Job] | RequestError"  # one job, unless the questions of a request run alone
 
 
 class Engine:
@@ -45,6 +48,9 @@ class Engine:
         tokenizer: the model's tokenizer.
         config: engine options (device and dtype are the model's own here).
 
+    Attributes:
+        report: what making ready took: compilation, graphs, memory.
+
     Raises:
         CheckpointError: the tokenizer does not belong to the model, or has no labels.
     """
@@ -54,7 +60,7 @@ class Engine:
             raise TypeError(f"tokenizer must be a PromptTokenizer, not a {type(tokenizer).__name__}: wrap it in one")
         self.config = config or EngineConfig()
         self.model_name = self.config.model_name or type(model).__name__
-        limit = self.config.max_prompt_tokens or model.config.max_position_embeddings
+        limit = self.config.max_prompt_tokens or _max_prompt_tokens(model)
         self.format = ChatFormat(tokenizer, max_prompt_tokens=limit)
         vocab_size, largest = model.config.vocab_size, tokenizer.max_prompt_id()
         if largest >= vocab_size:
@@ -64,8 +70,15 @@ class Engine:
             )
         if not tokenizer.num_labels():
             raise CheckpointError("the tokenizer has no token that can be an option's label")
-        runner = RoundRunner(model, self.format.label_ids(tokenizer.num_labels()), model_name=self.model_name)
-        self._worker = Worker(runner, self.config.round_tokens(runner.label_rows_LD.device))
+        runner = RoundRunner(
+            model,
+            self.format.label_ids(tokenizer.num_labels()),
+            config=self.config,
+            max_prompt_tokens=limit,
+            model_name=self.model_name,
+        )
+        self._worker = Worker(runner)
+        self.report = runner.streams.report
 
     @classmethod
     def from_pretrained(
@@ -121,7 +134,7 @@ class Engine:
             RuntimeError: the engine is closed or was made before a fork, or running the model failed.
         """
         outcomes = self._prepare(_as_list(requests), return_exceptions)
-        jobs = [outcome for outcome in outcomes if isinstance(outcome, Job)]
+        jobs = _jobs(outcomes)
         try:
             self._worker.submit(jobs)
             return [_wait(outcome, return_exceptions) for outcome in outcomes]
@@ -147,12 +160,12 @@ class Engine:
             outcomes = await asyncio.to_thread(self._prepare, items, return_exceptions, left)
         finally:
             left.set()
-        jobs = [outcome for outcome in outcomes if isinstance(outcome, Job)]
+        jobs = _jobs(outcomes)
         try:
             self._worker.submit(jobs)
             pending = [asyncio.wrap_future(job.future) for job in jobs]
-            results = iter(await asyncio.gather(*pending, return_exceptions=return_exceptions))
-            return [next(results) if isinstance(outcome, Job) else outcome for outcome in outcomes]
+            await asyncio.gather(*pending, return_exceptions=return_exceptions)
+            return [_wait(outcome, return_exceptions) for outcome in outcomes]
         finally:
             for job in jobs:
                 job.future.cancel()
@@ -175,15 +188,16 @@ class Engine:
 
     def _prepare(
         self, requests: list[Request], return_exceptions: bool, left: threading.Event | None = None
-    ) -> list[Job | RequestError]:
+    ) -> list[_Outcome]:
         self._worker.check()
-        outcomes: list[Job | RequestError] = []
+        outcomes: list[_Outcome] = []
         for index, item in enumerate(requests):
             if left is not None and left.is_set():
                 break  # nobody waits for the result
             try:
                 request = parse_request(item)
-                outcomes.append(Job(PreparedRequest.from_encoded(request, self.format.encode(request))))
+                prepared = PreparedRequest.from_encoded(request, self.format.encode(request))
+                outcomes.append([Job(part) for part in ([prepared] if self.config.fork else prepared.alone())])
             except RequestError as error:
                 error.index = index
                 if not return_exceptions:
@@ -195,6 +209,17 @@ class Engine:
 def embedded_model_directory() -> Path:
     """Directory of the model inside the package."""
     return Path(str(files("flide") / "assets" / EMBEDDED_MODEL))
+
+
+def _max_prompt_tokens(model: ForDecision) -> int:
+    """What the model was made for, and on CUDA what KV pages there is memory for."""
+    longest, device = model.config.max_position_embeddings, model.lm_head.weight.device
+    if device.type != "cuda":
+        return longest
+    affordable = int(KV_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0] / model.kv_bytes_per_token)
+    if affordable < longest:
+        logger.warning("prompts are limited to %d tokens, for which there is memory", affordable)
+    return min(longest, affordable)
 
 
 def _name_of(path: str | Path, directory: Path) -> str:
@@ -212,11 +237,15 @@ def _as_list(requests: Iterable[Request]) -> list[Request]:
     return list(requests)
 
 
-def _wait(outcome: Job | RequestError, return_exceptions: bool) -> Decision | Exception:
+def _jobs(outcomes: list[_Outcome]) -> list[Job]:
+    return [job for outcome in outcomes if isinstance(outcome, list) for job in outcome]
+
+
+def _wait(outcome: _Outcome, return_exceptions: bool) -> Decision | Exception:
     if isinstance(outcome, RequestError):
         return outcome
     try:
-        return outcome.future.result()
+        return joined([job.future.result() for job in outcome])
     except Exception as error:
         if not return_exceptions:
             raise

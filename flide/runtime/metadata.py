@@ -6,7 +6,6 @@ Shapes: T stream rows, S segments, N readout rows, G pages. All tensors are int3
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flide.runtime.tree import MAX_DEPTH, TokenTree
@@ -21,7 +21,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree
 if TYPE_CHECKING:
     from flide.ops.fork_schedule.reference import ForkSchedule
 
-PAGE_SIZE = 64  # rows of a KV page, and the key block of the kernels
+PAGE_SIZE = 64  # rows of a KV page; the kernels read blocks of keys that divide it
 MAX_SAVES = 4  # checkpoints one trunk may save in one round
 _ALIGN = 4  # int32 elements in 16 bytes
 # Unused elements at the head of the arena: without them the second field would begin at an offset equal to the first
@@ -61,6 +61,16 @@ class StreamCapacity:
             and other.readouts <= self.readouts
             and other.pages <= self.pages
             and other.depth <= self.depth
+        )
+
+    def __add__(self, other: StreamCapacity) -> StreamCapacity:
+        """What two sets of requests need together."""
+        return StreamCapacity(
+            self.tokens + other.tokens,
+            self.segments + other.segments,
+            self.readouts + other.readouts,
+            self.pages + other.pages,
+            max(self.depth, other.depth),
         )
 
 
@@ -170,7 +180,7 @@ class ForkMetadata:
         for name in _FILLED_WITH_MINUS_ONE:
             begin, count, _ = layout.fields[name]
             arena[begin : begin + count] = -1
-        return cls._over(arena, capacity)
+        return cls.over(arena, capacity)
 
     @classmethod
     def pack(
@@ -196,77 +206,29 @@ class ForkMetadata:
             ValueError: the round does not fit the capacity, is deeper than three levels, or names rows it lacks.
         """
         segments = _segments(trees, caches or [TrunkCache()] * len(trees))
-        readouts = [s.tree.readout_offsets for s in segments]
-        needed = StreamCapacity(
-            tokens=max(1, sum(len(s.tree.tokens) for s in segments)),
-            segments=max(1, len(segments)),
-            readouts=max(1, sum(len(rows) for rows in readouts)),
-            pages=sum(len(s.cache.pages) for s in segments),
-            depth=max(2, 1 + max((s.level for s in segments), default=0)),
-        )
-        capacity = capacity or needed
-        if not capacity.holds(needed):
-            raise ValueError(f"a round of {needed} does not fit {capacity}")
-        meta = cls.allocate(capacity, pin_memory=pin_memory)
-        meta._fill(segments, readouts)
-        return meta
+        capacity = capacity or _needed(segments)
+        arena = torch.empty(_layout(capacity).size, dtype=torch.int32, pin_memory=pin_memory)
+        _write(arena.numpy(), capacity, segments)
+        return cls.over(arena, capacity)
 
-    def _fill(self, segments: list[_Segment], readouts: list[tuple[int, ...]]) -> None:
-        arena = self.arena.numpy()
-        view = {
-            name: arena[begin : begin + count].reshape(shape)
-            for name, (begin, count, shape) in _layout(self.capacity).fields.items()
+    @classmethod
+    def over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
+        """Metadata whose fields are views of an arena that has been written, or will be. ``[arena_size(capacity)]``."""
+        views = {
+            name: arena[begin : begin + count].view(shape) if len(shape) > 1 else arena[begin : begin + count]
+            for name, (begin, count, shape) in _layout(capacity).fields.items()
         }
-        lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
-        ends = np.cumsum(lengths)
-        offsets = ends - lengths
-        starts = np.array([s.start for s in segments], dtype=np.int64)
-        rows, n = int(lengths.sum()), len(segments)
-
-        owner = np.repeat(np.arange(n), lengths)
-        tokens = list(itertools.chain.from_iterable(s.tree.tokens for s in segments))
-        view["tokens"][:rows] = np.array(tokens, dtype=np.int64)
-        view["positions"][:, :rows] = np.arange(rows) - offsets[owner] + starts[owner]
-        view["row_segments"][:rows] = owner
-        view["segment_offsets"][1 : n + 1] = ends
-        view["segment_offsets"][n + 1 :] = rows
-        view["segment_parents"][:n] = [s.parent for s in segments]
-        view["segment_levels"][:n] = [s.level for s in segments]
-        view["segment_starts"][:n] = starts
-        view["initial_slots"][:n] = [s.cache.slot for s in segments]
-        parents = [i for i, s in enumerate(segments) if s.tree.children]
-        view["final_slots"][parents] = np.arange(len(parents))
-
-        page = 0
-        for i, s in enumerate(segments):
-            for k, (length, slot) in enumerate(sorted(s.cache.saves)):
-                view["save_rows"][i, k] = offsets[i] + length - s.start - 1
-                view["save_slots"][i, k] = slot
-            if s.cache.pages:
-                view["segment_pages"][i] = page
-                view["page_table"][page : page + len(s.cache.pages)] = s.cache.pages
-                page += len(s.cache.pages)
-        in_request_order = sorted(range(n), key=lambda i: segments[i].path)
-        read = [int(offsets[i]) + row for i in in_request_order for row in readouts[i]]
-        view["readout_rows"][: len(read)] = read
+        return cls(capacity=capacity, arena=arena, schedule=None, **views)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ForkMetadata:
         """The same metadata on another device: one copy of the arena."""
-        return self._over(self.arena.to(device, non_blocking=non_blocking), self.capacity)
+        return self.over(self.arena.to(device, non_blocking=non_blocking), self.capacity)
 
     def copy_(self, other: ForkMetadata, *, non_blocking: bool = False) -> None:
         """Overwrite this round with another of the same capacity, in place: one copy."""
         if other.capacity != self.capacity:
             raise ValueError(f"cannot copy a stream of {other.capacity} into one of {self.capacity}")
         self.arena.copy_(other.arena, non_blocking=non_blocking)
-
-    @classmethod
-    def _over(cls, arena: Tensor, capacity: StreamCapacity) -> ForkMetadata:
-        views = {
-            name: arena[begin : begin + count].view(shape) if len(shape) > 1 else arena[begin : begin + count]
-            for name, (begin, count, shape) in _layout(capacity).fields.items()
-        }
-        return cls(capacity=capacity, arena=arena, schedule=None, **views)
 
     def check(self) -> None:
         """Assert the invariants of a host copy (tests and debugging; never on a device in service)."""
@@ -336,6 +298,83 @@ def _layout(capacity: StreamCapacity) -> _Layout:
         placed[name] = (at, count, shape)
         at += -(-count // _ALIGN) * _ALIGN
     return _Layout(placed, at)
+
+
+def pack_into(
+    arena: NDArray[np.int32],
+    trees: Sequence[TokenTree],
+    capacity: StreamCapacity,
+    caches: Sequence[TrunkCache] | None = None,
+) -> int:
+    """:meth:`ForkMetadata.pack` into memory that is kept from round to round.
+
+    Args:
+        arena: at least ``arena_size(capacity)`` elements; whatever it held is overwritten.
+
+    Returns:
+        Elements in use: what has to be copied to the device.
+    """
+    return _write(arena, capacity, _segments(trees, caches or [TrunkCache()] * len(trees)))
+
+
+def arena_size(capacity: StreamCapacity) -> int:
+    """int32 elements of a stream's arena."""
+    return _layout(capacity).size
+
+
+def _needed(segments: list[_Segment]) -> StreamCapacity:
+    return StreamCapacity(
+        tokens=max(1, sum(len(s.tree.tokens) for s in segments)),
+        segments=max(1, len(segments)),
+        readouts=max(1, sum(len(s.tree.readout_offsets) for s in segments)),
+        pages=sum(len(s.cache.pages) for s in segments),
+        depth=max(2, 1 + max((s.level for s in segments), default=0)),
+    )
+
+
+def _write(arena: NDArray[np.int32], capacity: StreamCapacity, segments: list[_Segment]) -> int:
+    needed, layout = _needed(segments), _layout(capacity)
+    if not capacity.holds(needed):
+        raise ValueError(f"a round of {needed} does not fit {capacity}")
+    arena[: layout.size] = 0
+    view = {}
+    for name, (begin, count, shape) in layout.fields.items():
+        view[name] = arena[begin : begin + count].reshape(shape)
+        if name in _FILLED_WITH_MINUS_ONE:
+            view[name].fill(-1)
+    lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    offsets = ends - lengths
+    starts = np.array([s.start for s in segments], dtype=np.int64)
+    rows, n = int(lengths.sum()), len(segments)
+
+    owner = np.repeat(np.arange(n), lengths)
+    tokens = [np.asarray(s.tree.tokens, dtype=np.int64) for s in segments]
+    view["tokens"][:rows] = np.concatenate([np.zeros(0, dtype=np.int64), *tokens])
+    view["positions"][:, :rows] = np.arange(rows) - offsets[owner] + starts[owner]
+    view["row_segments"][:rows] = owner
+    view["segment_offsets"][1 : n + 1] = ends
+    view["segment_offsets"][n + 1 :] = rows
+    view["segment_parents"][:n] = [s.parent for s in segments]
+    view["segment_levels"][:n] = [s.level for s in segments]
+    view["segment_starts"][:n] = starts
+    view["initial_slots"][:n] = [s.cache.slot for s in segments]
+    parents = [i for i, s in enumerate(segments) if s.tree.children]
+    view["final_slots"][parents] = np.arange(len(parents))
+
+    page = 0
+    for i, s in enumerate(segments):
+        for k, (length, slot) in enumerate(sorted(s.cache.saves)):
+            view["save_rows"][i, k] = offsets[i] + length - s.start - 1
+            view["save_slots"][i, k] = slot
+        if s.cache.pages:
+            view["segment_pages"][i] = page
+            view["page_table"][page : page + len(s.cache.pages)] = s.cache.pages
+            page += len(s.cache.pages)
+    in_request_order = sorted(range(n), key=lambda i: segments[i].path)
+    read = [int(offsets[i]) + row for i in in_request_order for row in segments[i].tree.readout_offsets]
+    view["readout_rows"][: len(read)] = read
+    return layout.size
 
 
 def _segments(trees: Sequence[TokenTree], caches: Sequence[TrunkCache]) -> list[_Segment]:

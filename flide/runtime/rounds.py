@@ -1,6 +1,6 @@
 """Running rounds: prepared requests in, option probabilities out. No queue, no threads.
 
-Shapes: T stream rows, N readout rows, L labels.
+Shapes: N readout rows, L labels.
 """
 
 from __future__ import annotations
@@ -14,86 +14,150 @@ from numpy.typing import NDArray
 
 from flide.errors import ModelOutputError
 from flide.models.decision import ForDecision
+from flide.runtime.capacity import MAX_REQUESTS, needed_by
+from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
-from flide.runtime.metadata import ForkMetadata, fresh_caches
+from flide.runtime.metadata import StreamCapacity
 from flide.runtime.prompt import EncodedRequest
 from flide.runtime.request import DecisionRequest
+from flide.runtime.streams import PendingLogits, Streams
 from flide.runtime.tree import TokenTree
+
+UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated request and its token tree (one branch per question, in order)."""
+    """A validated request, its token tree (one branch per question, in order) and what it needs of a stream."""
 
     request: DecisionRequest
     tree: TokenTree
     num_options: list[int]
+    needed: StreamCapacity
 
     @classmethod
     def from_encoded(cls, request: DecisionRequest, encoded: EncodedRequest) -> PreparedRequest:
         tree = TokenTree.from_prompts(encoded.tails)  # which may begin alike, too
-        return cls(request, replace(tree, tokens=[*encoded.shared, *tree.tokens]), encoded.num_options)
+        tree = replace(tree, tokens=[*encoded.shared, *tree.tokens])
+        return cls.of(request, tree, encoded.num_options)
 
-    @property
-    def num_tokens(self) -> int:
-        """Stream rows: P + sum |q_i|."""
-        return self.tree.num_tokens
+    @classmethod
+    def of(cls, request: DecisionRequest, tree: TokenTree, num_options: list[int]) -> PreparedRequest:
+        """With the tokens as arrays: what can be done here need not be done on the engine's thread."""
+        return cls(request, _with_arrays(tree), num_options, needed_by(tree))
+
+    def alone(self) -> list[PreparedRequest]:
+        """Every question as a request of its own, its prompt unforked."""
+        parts = []
+        for item, branch, count in zip(
+            self.request.questions.items(), self.tree.children, self.num_options, strict=True
+        ):
+            tree = TokenTree([*self.tree.tokens, *branch.tokens])
+            parts.append(PreparedRequest.of(replace(self.request, questions=dict([item])), tree, [count]))
+        return parts
+
+
+def _with_arrays(tree: TokenTree) -> TokenTree:
+    tokens = np.array(tree.tokens, dtype=np.int32)
+    return TokenTree(tokens, tuple(_with_arrays(child) for child in tree.children), tree.readouts)  # type: ignore[arg-type]
+
+
+class PendingRound:
+    """A round that has been started."""
+
+    def __init__(self, requests: Sequence[PreparedRequest], logits: PendingLogits, model_name: str) -> None:
+        self._requests, self._logits, self._model_name = requests, logits, model_name
+
+    def results(self) -> list[Decision | ModelOutputError]:
+        """Wait for the answers of every request, in order. To be called once."""
+        logits_NL = self._logits.result()
+        results: list[Decision | ModelOutputError] = []
+        row = 0
+        for request in self._requests:
+            count = len(request.num_options)
+            results.append(_decide(request, logits_NL[row : row + count], self._model_name))
+            row += count
+        return results
 
 
 class RoundRunner:
-    """A model with its label rows gathered.
+    """A model, its label rows and the way to run it.
 
     Args:
         model: on its device, in eval mode.
         label_ids: ids of all labels in label order.
+        config: the engine's options.
+        max_prompt_tokens: longest prompt there will be.
         model_name: name in the results.
+
+    Attributes:
+        limit: what the requests of one round must keep within, unless there is only one.
+        max_requests: how many there may be.
+        starts_ahead: whether a round can be started while another one runs (two at most).
     """
 
-    def __init__(self, model: ForDecision, label_ids: Sequence[int], *, model_name: str) -> None:
-        self.model, self.model_name = model, model_name
-        self.label_rows_LD = model.label_rows(label_ids)
-        # The kernels read trunks from pages and branches' initial states from scratch; the references need neither.
-        self._has_kernels = self.label_rows_LD.is_cuda
-        self._pages, self._parents = 0, 0
-        if self._has_kernels:
+    def __init__(
+        self,
+        model: ForDecision,
+        label_ids: Sequence[int],
+        *,
+        config: EngineConfig,
+        max_prompt_tokens: int,
+        model_name: str,
+    ) -> None:
+        self._model_name = model_name
+        model.selective_readout = config.selective_readout
+        device = model.lm_head.weight.device
+        max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
+        if device.type == "cuda":
+            from flide.runtime.graphs import CudaStreams
+
             model.check_kernels()
             model.merge_projections()
+            self.streams: Streams | CudaStreams = CudaStreams(
+                model,
+                model.label_rows(label_ids),
+                max_tokens=max_tokens,
+                max_prompt_tokens=max_prompt_tokens,
+                compile=compile,
+                graphs=config.resolve_graphs(device),
+            )
+            self.limit = self.streams.limit
+        else:
+            config.resolve_graphs(device)
+            self.streams = Streams(model, model.label_rows(label_ids), compile=compile)
+            self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED)
+        self.starts_ahead = device.type == "cuda"
+        self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[PreparedRequest]) -> list[Decision | ModelOutputError]:
-        """Answer every request of one round, in order."""
-        meta = self._pack([r.tree for r in requests])
-        hidden_states_ND = self.model(meta.tokens, meta)
-        logits_NL = self.model.label_logits(hidden_states_ND, self.label_rows_LD).cpu().numpy()
-        results: list[Decision | ModelOutputError] = []
-        row = 0
-        for request in requests:
-            count = len(request.num_options)
-            results.append(self._decide(request, logits_NL[row : row + count]))
-            row += count
-        return results
+    def start(self) -> None:
+        """Make ready, on the thread that will run the rounds."""
+        self.streams.start()
 
-    def _pack(self, trees: Sequence[TokenTree]) -> ForkMetadata:
-        device = self.label_rows_LD.device
-        if not self._has_kernels:
-            return ForkMetadata.pack(trees).to(device)
-        caches = fresh_caches(trees)
-        meta = ForkMetadata.pack(trees, caches=caches, pin_memory=True)
-        pages, parents = meta.capacity.pages, int(meta.final_slots.max()) + 1
-        if pages > self._pages or parents > self._parents:
-            self._pages, self._parents = max(pages, self._pages), max(parents, self._parents)
-            self.model.allocate_pools(pages=self._pages, parents=self._parents)
-        return meta.to(device, non_blocking=True)
+    @torch.inference_mode()
+    def begin(self, requests: Sequence[PreparedRequest]) -> PendingRound:
+        """Start one round."""
+        needed = requests[0].needed
+        for request in requests[1:]:
+            needed = needed + request.needed
+        logits = self.streams.submit([request.tree for request in requests], needed)
+        return PendingRound(requests, logits, self._model_name)
 
-    def _decide(self, prepared: PreparedRequest, logits_NL: NDArray[np.float32]) -> Decision | ModelOutputError:
-        answers = {}
-        questions = prepared.request.questions.items()
-        for (question_id, question), num_options, logits_L in zip(
-            questions, prepared.num_options, logits_NL, strict=True
-        ):
-            logits = logits_L[:num_options].astype(np.float64)
-            if not np.isfinite(logits).all():
-                return ModelOutputError("the model produced logits that are not finite")
-            answers[question_id] = answer_question(question, np.exp(logits - logits.max()).tolist())
-        usage = Usage(input_tokens=prepared.num_tokens, output_tokens=len(answers))
-        return Decision(model=self.model_name, answers=answers, usage=usage)
+
+def _decide(prepared: PreparedRequest, logits_NL: NDArray[np.float32], model_name: str) -> Decision | ModelOutputError:
+    counts = np.array(prepared.num_options)
+    logits_NO = logits_NL[:, : counts.max()].astype(np.float64)
+    is_option_NO = np.arange(logits_NO.shape[1]) < counts[:, None]
+    if not np.isfinite(logits_NO, where=is_option_NO, out=np.ones_like(is_option_NO)).all():
+        return ModelOutputError("the model produced logits that are not finite")
+    logits_NO[~is_option_NO] = -np.inf
+    weights = np.exp(logits_NO - logits_NO.max(1, keepdims=True)).tolist()
+    answers = {
+        question_id: answer_question(question, row[:count])
+        for (question_id, question), row, count in zip(
+            prepared.request.questions.items(), weights, prepared.num_options, strict=True
+        )
+    }
+    usage = Usage(input_tokens=prepared.needed.tokens, output_tokens=len(answers))
+    return Decision(model=model_name, answers=answers, usage=usage)

@@ -1,4 +1,5 @@
 """The engine thread: the only one that runs the model. It takes what waits, up to a round, and never waits for more.
+While one round runs on the device it starts the next.
 
 Nothing here takes a lock of its own: submitting and closing are single puts into a queue that is safe even inside a
 signal handler or a finalizer.
@@ -19,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from flide.runtime.decision import Decision
-from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.metadata import StreamCapacity
+from flide.runtime.rounds import PendingRound, PreparedRequest, RoundRunner
 
 logger = logging.getLogger("flide.engine")
 
@@ -39,24 +41,28 @@ class Worker:
     """A thread that runs rounds until it is closed, collected or the process ends.
 
     Args:
-        runner: the model.
-        max_tokens: stream rows that requests may share in one round; a longer request runs alone.
+        runner: the model. Its ``start`` runs on the thread, before this returns.
+
+    Raises:
+        Exception: whatever ``start`` raised.
     """
 
-    def __init__(self, runner: RoundRunner, max_tokens: int) -> None:
+    def __init__(self, runner: RoundRunner) -> None:
         self._arrivals: _Arrivals = queue.SimpleQueue()
         self._closed, self._ended = False, threading.Event()
         self._process = os.getpid()
+        started: Future[None] = Future()
         # A daemon, so that a forgotten worker cannot keep the process alive. The thread must not hold the worker, or
         # that would never be collected.
         self._thread = threading.Thread(
-            target=_serve, args=(runner, self._arrivals, max_tokens, self._ended), name="flide-engine", daemon=True
+            target=_serve, args=(runner, self._arrivals, started, self._ended), name="flide-engine", daemon=True
         )
         self._thread.start()
         # Collection can happen anywhere, so it must not wait. The end of the process must: a thread inside torch would
         # otherwise meet an interpreter that is gone.
         weakref.finalize(self, self._arrivals.put, None).atexit = False
         weakref.finalize(self._thread, _stop, self._arrivals, weakref.ref(self._thread))
+        started.result()
 
     @property
     def closed(self) -> bool:
@@ -97,19 +103,40 @@ def _stop(arrivals: _Arrivals, thread_ref: weakref.ref[threading.Thread]) -> Non
         thread.join()
 
 
-def _serve(runner: RoundRunner, arrivals: _Arrivals, max_tokens: int, ended: threading.Event) -> None:
+def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ended: threading.Event) -> None:
+    try:
+        runner.start()
+    except BaseException as error:  # noqa: BLE001 - it is raised where the worker is made
+        ended.set()
+        started.set_exception(_as_exception(error))
+        return
+    started.set_result(None)
     waiting: deque[Job] = deque()
-    while _receive(arrivals, waiting) or waiting:
-        _run_round(runner, _next_round(waiting, max_tokens))
+    running: _Round | None = None
+    while _receive(arrivals, waiting, wait=running is None) or waiting or running is not None:
+        if running is not None and not (waiting and runner.starts_ahead):
+            running.finish()
+            running = None
+        else:
+            running = _start_next(runner, waiting, running)
     ended.set()
     _refuse(arrivals)
 
 
-def _receive(arrivals: _Arrivals, waiting: deque[Job]) -> bool:
-    """Collect what has arrived, waiting for it only where there is nothing else to do; False once nothing comes."""
+def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None) -> _Round | None:
+    """Start the next round, then finish the one before it."""
+    batch = _next_round(waiting, runner)
+    following = _Round(runner, batch) if batch else None
+    if running is not None:
+        running.finish()
+    return following
+
+
+def _receive(arrivals: _Arrivals, waiting: deque[Job], *, wait: bool) -> bool:
+    """Collect what has arrived; False once nothing comes."""
     with contextlib.suppress(queue.Empty):
         while True:
-            jobs = arrivals.get(block=not waiting)
+            jobs = arrivals.get(block=wait and not waiting)
             if jobs is None:
                 arrivals.put(None)  # seen again when what waits is done
                 return False
@@ -117,39 +144,56 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job]) -> bool:
     return True
 
 
-def _next_round(waiting: deque[Job], max_tokens: int) -> list[Job]:
+def _next_round(waiting: deque[Job], runner: RoundRunner) -> list[Job]:
     """The next jobs that share a round, without those that were cancelled."""
     batch: list[Job] = []
-    total = 0
-    while waiting and (not batch or total + waiting[0].prepared.num_tokens <= max_tokens):
+    total: StreamCapacity | None = None
+    while waiting and len(batch) < runner.max_requests:
+        needed = waiting[0].prepared.needed
+        together = needed if total is None else total + needed
+        if batch and not runner.limit.holds(together):
+            break
         job = waiting.popleft()
         if job.future.set_running_or_notify_cancel():
             batch.append(job)
-            total += job.prepared.num_tokens
+            total = together
     return batch
 
 
-def _run_round(runner: RoundRunner, batch: list[Job]) -> None:
-    for job, result in zip(batch, _results(runner, [job.prepared for job in batch]), strict=True):
-        if isinstance(result, Exception):
-            job.future.set_exception(result)
-        else:
-            job.future.set_result(result)
+class _Round:
+    """Jobs that run together. Nothing here raises: the thread must outlive any round."""
 
-
-def _results(runner: RoundRunner, requests: list[PreparedRequest]) -> Sequence[Decision | Exception]:
-    """Decisions, or errors in their places. Raises nothing: the thread must outlive any round."""
-    try:
+    def __init__(self, runner: RoundRunner, batch: list[Job]) -> None:
+        self._runner, self._batch = runner, batch
+        self._outcome: PendingRound | BaseException
         try:
-            return runner.run(requests) if requests else []
-        except BaseException as error:
-            if len(requests) == 1:
-                raise
-            message = "a round of %d requests failed and is run again one by one: %r"
-            logger.warning(message, len(requests), error)
-        return [_results(runner, [request])[0] for request in requests]  # one must not take the others down
-    except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
-        return [_as_exception(error)] * len(requests)
+            self._outcome = runner.begin([job.prepared for job in batch])
+        except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
+            self._outcome = error
+
+    def finish(self) -> None:
+        """Wait for the answers and deliver them."""
+        for job, result in zip(self._batch, self._results(), strict=True):
+            if isinstance(result, Exception):
+                job.future.set_exception(result)
+            else:
+                job.future.set_result(result)
+
+    def _results(self) -> Sequence[Decision | Exception]:
+        """Decisions, or errors in their places."""
+        try:
+            try:
+                if isinstance(self._outcome, BaseException):
+                    raise self._outcome
+                return self._outcome.results()
+            except BaseException as error:
+                if len(self._batch) == 1:
+                    raise
+                message = "a round of %d requests failed and is run again one by one: %r"
+                logger.warning(message, len(self._batch), error)
+            return [_Round(self._runner, [job])._results()[0] for job in self._batch]  # one must not take others down
+        except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
+            return [_as_exception(error)] * len(self._batch)
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -176,7 +176,7 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 def test_a_bad_request_is_refused_before_any_runs(engine: Engine, bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundRunner, "run", lambda *_: pytest.fail("a round ran"))
+    monkeypatch.setattr(RoundRunner, "begin", lambda *_: pytest.fail("a round ran"))
     with pytest.raises(RequestError) as caught:
         engine.decide([TICKET, bad, TICKET])
     assert caught.value.index == 1
@@ -224,14 +224,14 @@ def test_rounds_split_at_request_boundaries_and_answers_do_not_change(engine: En
 
 
 def test_one_failing_request_does_not_take_its_round_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RoundRunner.run
+    run = RoundRunner.begin
 
     def fragile(self: RoundRunner, requests: Any) -> Any:
         if any(r.request.state == "poison" for r in requests):
             raise MemoryError("no memory")
         return run(self, requests)
 
-    monkeypatch.setattr(RoundRunner, "run", fragile)
+    monkeypatch.setattr(RoundRunner, "begin", fragile)
     poison = DecisionRequest("poison", {"q": Noul("?")})
     first, failed, last = engine.decide([TICKET, poison, TICKET], return_exceptions=True)
     assert isinstance(failed, MemoryError)

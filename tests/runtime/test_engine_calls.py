@@ -46,7 +46,7 @@ class Rounds:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
-    seen, run = Rounds(), RoundRunner.run
+    seen, run = Rounds(), RoundRunner.begin
 
     def watched(self: RoundRunner, requests: Any) -> Any:
         seen.states.append([r.request.state for r in requests])
@@ -54,7 +54,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
         assert seen.go_on.wait(TIMEOUT)
         return run(self, requests)
 
-    monkeypatch.setattr(RoundRunner, "run", watched)
+    monkeypatch.setattr(RoundRunner, "begin", watched)
     yield seen
     seen.go_on.set()
 
@@ -132,8 +132,17 @@ def test_many_threads_share_one_engine(engine: Engine) -> None:
     assert not failures
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Python's handler: a shell that starts a job in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, entered = RoundRunner.run, threading.Event()
+    run, entered = RoundRunner.begin, threading.Event()
 
     def slow(self: RoundRunner, requests: Any) -> Any:
         entered.set()
@@ -141,7 +150,7 @@ def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monk
         return run(self, requests)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RoundRunner, "run", slow)
+        patch.setattr(RoundRunner, "begin", slow)
 
         def interrupt() -> None:
             entered.wait()
@@ -248,6 +257,7 @@ def test_requests_results_and_errors_survive_copies_and_pickles(engine: Engine) 
 # --- interruption and cancellation
 
 
+@pytest.mark.usefixtures("sigint")
 def test_after_ctrl_c_nothing_else_of_the_call_runs(narrow: Engine, rounds: Rounds) -> None:
     rounds.hold()
 
@@ -267,7 +277,7 @@ def test_after_ctrl_c_nothing_else_of_the_call_runs(narrow: Engine, rounds: Roun
 def test_after_a_failure_nothing_else_of_the_call_runs(
     narrow: Engine, rounds: Rounds, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    run = RoundRunner.run
+    run = RoundRunner.begin
 
     def fail(self: RoundRunner, requests: Any) -> Any:
         results = run(self, requests)
@@ -277,7 +287,7 @@ def test_after_a_failure_nothing_else_of_the_call_runs(
         threading.Event().wait(0.2 if requests[0].request.state == "held" else 0)
         return results
 
-    monkeypatch.setattr(RoundRunner, "run", fail)
+    monkeypatch.setattr(RoundRunner, "begin", fail)
     requests = named("ok", "bad", "held", "never", "never")
     with pytest.raises(MemoryError):
         asyncio.run(narrow.adecide(requests)) if asynchronous else narrow.decide(requests)

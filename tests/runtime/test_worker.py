@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flide.runtime import StreamCapacity
 from flide.runtime.worker import Job, Worker
 
 TIMEOUT = 20
@@ -21,20 +22,35 @@ class Request:
     """What a worker sees of a prepared request."""
 
     def __init__(self, name: Any = "", num_tokens: int = 1) -> None:
-        self.name, self.num_tokens = name, num_tokens
+        self.name, self.needed = name, StreamCapacity(num_tokens, 1, 1)
 
 
 class Runner:
     """Answers with the request's name; ``before`` can hold up or break a round."""
 
-    def __init__(self, before: Callable[[list[Any]], Any] = lambda names: None) -> None:
-        self.before, self.rounds = before, []
+    starts_ahead, max_requests = False, 100
 
-    def run(self, requests: list[Request]) -> list[Any]:
+    def __init__(self, before: Callable[[list[Any]], Any] = lambda names: None) -> None:
+        self.before, self.rounds, self.log = before, [], []
+
+    def start(self) -> None:
+        self.thread = threading.current_thread()
+
+    def begin(self, requests: list[Request]) -> Any:
         names = [request.name for request in requests]
         self.before(names)
         self.rounds.append(names)
-        return [f"answer to {name}" for name in names]
+        self.log.append(("begin", *names))
+        return Pending(self, names)
+
+
+class Pending:
+    def __init__(self, runner: Runner, names: list[Any]) -> None:
+        self.runner, self.names = runner, names
+
+    def results(self) -> list[Any]:
+        self.runner.log.append(("finish", *self.names))
+        return [f"answer to {name}" for name in self.names]
 
 
 class Gate:
@@ -60,7 +76,8 @@ def jobs_of(*names: Any, num_tokens: int = 1) -> list[Any]:
 
 
 def start(runner: Any, max_tokens: int = 100) -> Worker:
-    return Worker(runner, max_tokens)
+    runner.limit = StreamCapacity(max_tokens, 1 << 20, 1 << 20)
+    return Worker(runner)
 
 
 def in_thread(function: Callable[[], Any]) -> threading.Thread:
@@ -264,3 +281,78 @@ def test_a_log_handler_that_raises_does_not_end_the_thread() -> None:
     worker.submit(again := jobs_of("c"))
     assert again[0].future.result(TIMEOUT) == "answer to c"
     worker.close()
+
+
+def test_a_round_is_started_while_the_one_before_it_runs(gate: Gate) -> None:
+    runner = Runner(gate)
+    runner.starts_ahead = True
+    worker = start(runner, max_tokens=2)
+    first = held_up(worker, gate)
+    jobs = jobs_of("a", "b", "c", "d")
+    worker.submit(jobs)
+    gate.opened.set()
+    for job in [first, *jobs]:
+        assert job.future.result(TIMEOUT) == f"answer to {job.prepared.name}"
+    assert runner.log == [
+        ("begin", "first"),
+        ("begin", "a", "b"),
+        ("finish", "first"),
+        ("begin", "c", "d"),
+        ("finish", "a", "b"),
+        ("finish", "c", "d"),
+    ]
+    worker.close()
+
+
+def test_rounds_keep_within_every_limit(gate: Gate) -> None:
+    runner = Runner(gate)
+    runner.max_requests = 3
+    worker = start(runner)
+    runner.limit = StreamCapacity(100, 2, 1 << 20)
+    held_up(worker, gate)
+    jobs = jobs_of(*"abcde")
+    worker.submit(jobs)
+    gate.opened.set()
+    for job in jobs:
+        job.future.result(TIMEOUT)
+    assert runner.rounds == [["first"], ["a", "b"], ["c", "d"], ["e"]]
+    runner.limit = StreamCapacity(100, 100, 1 << 20)
+    worker.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_round_that_fails_at_its_end_is_run_again_one_by_one(gate: Gate, ahead: bool) -> None:
+    class Broken(Pending):
+        def results(self) -> list[Any]:
+            if "bad" in self.names:
+                raise MemoryError("no memory")
+            return super().results()
+
+    class Breaking(Runner):
+        def begin(self, requests: list[Request]) -> Any:
+            return Broken(self, super().begin(requests).names)
+
+    runner = Breaking(gate)
+    runner.starts_ahead = ahead
+    worker = start(runner, max_tokens=2)
+    held_up(worker, gate)
+    good, bad, other = jobs = jobs_of("good", "bad", "other")
+    worker.submit(jobs)
+    gate.opened.set()
+    assert good.future.result(TIMEOUT) == "answer to good"
+    assert isinstance(bad.future.exception(TIMEOUT), MemoryError)
+    assert other.future.result(TIMEOUT) == "answer to other"
+    worker.close()
+
+
+def test_a_runner_that_cannot_start_is_reported_and_leaves_no_thread() -> None:
+    class Broken(Runner):
+        def start(self) -> None:
+            super().start()
+            raise MemoryError("no memory for graphs")
+
+    runner = Broken()
+    with pytest.raises(MemoryError, match="graphs"):
+        start(runner)
+    runner.thread.join(TIMEOUT)
+    assert not runner.thread.is_alive()

@@ -1,0 +1,246 @@
+"""Streams on CUDA: packed into pinned memory ahead of time, copied in once, replayed as one graph per capacity.
+
+Everything happens on one thread and one stream; nothing waits but the reader of a result. Weights, pools and inputs
+keep their addresses from the start on. Shapes: N readout rows, L labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flide.models.decision import ForDecision
+from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
+from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, StreamCapacity, arena_size, fresh_caches, pack_into
+from flide.runtime.streams import PendingLogits, StartReport, Step, compile_step, decision_step
+from flide.runtime.tree import TokenTree
+
+logger = logging.getLogger("flide.engine")
+
+GraphMode = Literal["explicit", "reduce-overhead", "off"]
+ROUNDS_IN_FLIGHT = 2  # one runs while the next is packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A capacity's inputs, which never move, and what replays it."""
+
+    meta: ForkMetadata
+    graph: torch.cuda.CUDAGraph | None  # None where torch.compile keeps the graph
+    logits_NL: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostBuffers:
+    """Pinned memory of one round in flight, and the event at which the device is done with it."""
+
+    arena: Tensor
+    logits_NL: Tensor
+    done: torch.cuda.Event
+    kept: bool = True  # for the next round
+
+
+class _PendingOnDevice:
+    def __init__(self, streams: CudaStreams, buffers: _HostBuffers, num_readouts: int) -> None:
+        self._streams, self._buffers, self._num_readouts = streams, buffers, num_readouts
+
+    def result(self) -> NDArray[np.float32]:
+        try:
+            self._buffers.done.synchronize()
+            return self._buffers.logits_NL[: self._num_readouts].numpy().copy()
+        finally:
+            self._streams._give_back(self._buffers)
+
+
+class CudaStreams:
+    """Runs streams by replaying graphs; a stream that no capacity holds runs uncaptured, through the same callable.
+
+    Args:
+        model: on its CUDA device, in eval mode, its projections merged; it is given pools and belongs to this object.
+        label_rows_LD: ``model.label_rows(...)``.
+        max_tokens: rows of the largest capacity.
+        max_prompt_tokens: longest trunk there will be.
+        compile: through ``torch.compile``; otherwise kernels and layers run, or are captured, eagerly.
+        graphs: "explicit" captures CUDA graphs here, "reduce-overhead" lets ``torch.compile`` do it, "off" has none.
+
+    Attributes:
+        limit: what rounds of several requests must keep within.
+        report: what :meth:`start` took.
+    """
+
+    def __init__(
+        self,
+        model: ForDecision,
+        label_rows_LD: Tensor,
+        *,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        compile: bool,
+        graphs: GraphMode,
+    ) -> None:
+        if graphs == "reduce-overhead" and not compile:
+            raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
+        self.capacities = capacity_ladder(max_tokens)
+        self.limit = max(self.capacities, key=lambda capacity: (capacity.tokens, capacity.segments))
+        self.report = StartReport()
+        self._mode = graphs
+        self._device = label_rows_LD.device
+        step = decision_step(model, label_rows_LD)
+        mode = "reduce-overhead" if graphs == "reduce-overhead" else None
+        self._step: Step = compile_step(step, mode=mode) if compile else step
+        # Streams that no capacity holds must not be recorded. (Compiled when the first one comes.)
+        self._uncaptured = compile_step(step) if graphs == "reduce-overhead" else self._step
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._graphs: dict[StreamCapacity, _Graph] = {}
+        pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
+        before = torch.cuda.memory_allocated(self._device)
+        model.allocate_pools(pages=pages, parents=MAX_REQUESTS)
+        self._pool_bytes = torch.cuda.memory_allocated(self._device) - before
+        size, labels = arena_size(self.limit), label_rows_LD.shape[0]
+        with torch.inference_mode():  # as everything that is run later: another kind of tensor is another compilation
+            self._arena = torch.zeros(size, dtype=torch.int32, device=self._device)
+        self._buffers = [
+            _HostBuffers(
+                torch.zeros(size, dtype=torch.int32, pin_memory=True),
+                torch.zeros(self.limit.readouts, labels, pin_memory=True),
+                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(ROUNDS_IN_FLIGHT)
+        ]
+        torch.cuda.synchronize(self._device)  # the weights and pools were filled on another stream
+
+    @torch.inference_mode()
+    def start(self) -> None:
+        """Compile and capture, largest capacity first, all graphs in one pool; on the thread that will run them."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.set_stream(self._stream)
+        began = time.perf_counter()
+        largest = self._inputs(self.limit)
+        self._step(largest.tokens, largest)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what the first call used outside of graphs
+        compiled = time.perf_counter()
+        reserved = torch.cuda.memory_reserved(self._device)
+        if self._mode != "off":
+            pool = torch.cuda.graph_pool_handle()
+            for capacity in sorted(self.capacities, key=lambda c: (c.tokens, c.segments), reverse=True):
+                meta = self._inputs(capacity)
+                self._graphs[capacity] = self._record(meta) if self._mode != "explicit" else self._capture(meta, pool)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        self.report = StartReport(
+            compile_seconds=compiled - began,
+            capture_seconds=time.perf_counter() - compiled,
+            graphs=len(self._graphs),
+            graph_bytes=torch.cuda.memory_reserved(self._device) - reserved,
+            pool_bytes=self._pool_bytes,
+        )
+        logger.info("ready: %s", self.report)
+
+    def submit(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+        """Start one stream and return.
+
+        Args:
+            trees: its requests.
+            needed: what they need together.
+
+        Raises:
+            ValueError: more trunks, or branches with leaves, than there is scratch for.
+        """
+        parents = len(trees) if needed.depth == 2 else sum(_num_parents(tree) for tree in trees)
+        if parents > MAX_REQUESTS:
+            raise ValueError(f"a round has at most {MAX_REQUESTS} trunks and branches with children, got {parents}")
+        capacity = smallest_that_holds(self.capacities, needed)
+        graph = self._graphs.get(capacity) if capacity is not None else None
+        return self._run_uncaptured(trees, needed) if graph is None else self._replay(graph, trees, needed)
+
+    def graph(self, capacity: StreamCapacity) -> torch.cuda.CUDAGraph | None:
+        """The graph of one capacity, for timing; None if it has none of ours."""
+        return self._graphs[capacity].graph if capacity in self._graphs else None
+
+    @torch.inference_mode()
+    def _replay(self, graph: _Graph, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+        buffers = self._buffers.pop()
+        try:
+            size = pack_into(buffers.arena.numpy(), trees, graph.meta.capacity, fresh_caches(trees))
+            self._arena[:size].copy_(buffers.arena[:size], non_blocking=True)
+            if graph.graph is None:
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                logits_NL = self._step(graph.meta.tokens, graph.meta)
+            else:
+                graph.graph.replay()
+                assert graph.logits_NL is not None
+                logits_NL = graph.logits_NL
+            rows = needed.readouts
+            buffers.logits_NL[:rows].copy_(logits_NL[:rows], non_blocking=True)
+            buffers.done.record()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error is the one to report
+                self._stream.synchronize()
+            self._give_back(buffers)
+            raise
+        return _PendingOnDevice(self, buffers, rows)
+
+    @torch.inference_mode()
+    def _run_uncaptured(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+        host = ForkMetadata.pack(trees, capacity=padded(needed), caches=fresh_caches(trees), pin_memory=True)
+        meta = host.to(self._device, non_blocking=True)
+        logits_NL = self._uncaptured(meta.tokens, meta)[: needed.readouts]
+        buffers = _HostBuffers(
+            host.arena,
+            torch.empty(logits_NL.shape, dtype=logits_NL.dtype, pin_memory=True),
+            torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            kept=False,
+        )
+        buffers.logits_NL.copy_(logits_NL, non_blocking=True)
+        buffers.done.record()
+        return _PendingOnDevice(self, buffers, needed.readouts)
+
+    def _inputs(self, capacity: StreamCapacity) -> ForkMetadata:
+        """An inert stream of some capacity; all of them share one arena."""
+        arena = self._arena[: arena_size(capacity)]
+        arena.copy_(ForkMetadata.allocate(capacity).arena)
+        return ForkMetadata.over(arena, capacity)
+
+    def _capture(self, meta: ForkMetadata, pool: Any) -> _Graph:
+        self._step(meta.tokens, meta)  # loads what a capture must not load
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it gives all cached memory back each time. Other threads may go on using CUDA.
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            logits_NL = self._step(meta.tokens, meta)
+        finally:
+            graph.capture_end()
+        return _Graph(meta, graph, logits_NL)
+
+    def _record(self, meta: ForkMetadata) -> _Graph:
+        """Let torch.compile capture: its first call of a size warms up, the second one records."""
+        for name in ForkMetadata.__slots__:
+            field = getattr(meta, name)
+            if isinstance(field, Tensor):
+                torch._dynamo.mark_static_address(field, guard=False)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            self._step(meta.tokens, meta)
+        return _Graph(meta, None, None)
+
+    def _give_back(self, buffers: _HostBuffers) -> None:
+        if buffers.kept:
+            self._buffers.append(buffers)
+
+
+def _num_parents(tree: TokenTree) -> int:
+    return bool(tree.children) + sum(_num_parents(child) for child in tree.children)
+
+
+__all__ = ["CudaStreams", "GraphMode"]

@@ -1,0 +1,139 @@
+"""Running packed streams: token trees in, label logits out.
+
+``Streams`` runs them where the model is, compiled or not, and returns when they are done: the CPU's way. ``graphs.py``
+has CUDA's: packed ahead into pinned memory and replayed. Shapes: N readout rows, L labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flide.models.decision import ForDecision
+from flide.runtime.capacity import padded
+from flide.runtime.metadata import ForkMetadata, StreamCapacity
+from flide.runtime.tree import TokenTree
+
+Step = Callable[[Tensor, ForkMetadata], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What making ready took.
+
+    Attributes:
+        compile_seconds: first call of the model: compilation, and the kernels of the largest capacity.
+        capture_seconds: all graphs, their warm-up included.
+        graphs: how many there are.
+        graph_bytes: device memory reserved for them.
+        pool_bytes: device memory of the KV pages and scratch states.
+    """
+
+    compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    graphs: int = 0
+    graph_bytes: int = 0
+    pool_bytes: int = 0
+
+
+class PendingLogits(Protocol):
+    """Logits of a stream that has been started."""
+
+    def result(self) -> NDArray[np.float32]:
+        """Wait for the logits ``[N, L]`` of the rows read, in depth-first order of the trees. To be called once."""
+
+
+class Ready:
+    """Logits that are there already."""
+
+    def __init__(self, logits_NL: NDArray[np.float32]) -> None:
+        self._logits_NL = logits_NL
+
+    def result(self) -> NDArray[np.float32]:
+        return self._logits_NL
+
+
+class Streams:
+    """Runs one stream at a time.
+
+    Args:
+        model: on its device, in eval mode.
+        label_rows_LD: ``model.label_rows(...)``.
+        compile: through ``torch.compile``; sizes are then padded, so that one graph serves them all.
+    """
+
+    def __init__(self, model: ForDecision, label_rows_LD: Tensor, *, compile: bool) -> None:
+        self._compile = compile
+        self.report = StartReport()
+        self._step = decision_step(model, label_rows_LD)
+        if compile:
+            self._step = compile_step(self._step)
+
+    def start(self) -> None:
+        """Make ready: compile, capture. On the thread that will run the streams, before any other call."""
+        if self._compile:
+            began = time.perf_counter()
+            meta = ForkMetadata.allocate(padded(StreamCapacity(1, 1, 1)))
+            self._step(meta.tokens, meta)
+            self.report = StartReport(compile_seconds=time.perf_counter() - began)
+
+    def submit(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+        """Run one stream.
+
+        Args:
+            trees: its requests.
+            needed: what they need together.
+        """
+        meta = ForkMetadata.pack(trees, capacity=padded(needed) if self._compile else None)
+        return Ready(self._step(meta.tokens, meta)[: needed.readouts].numpy())
+
+
+def decision_step(model: ForDecision, label_rows_LD: Tensor) -> Step:
+    """The callable that is compiled and captured: a stream to its label logits ``[N, L]``."""
+
+    def step(tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
+        return model.label_logits(model(tokens_T, meta), label_rows_LD)
+
+    return step
+
+
+def compile_step(step: Step, *, mode: str | None = None) -> Step:
+    """``torch.compile`` of a step, so that one graph serves streams of every capacity.
+
+    Each call gets a code object of its own: Dynamo counts recompilations per code object, and steps of several models
+    are no recompilations of one.
+    """
+    assert isinstance(step, types.FunctionType)
+    own = types.FunctionType(
+        step.__code__.replace(co_name=f"step_{id(step):x}"), step.__globals__, closure=step.__closure__
+    )
+    compiled = torch.compile(own, fullgraph=True, dynamic=True, mode=mode)
+
+    def run(tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
+        with _compile_settings():
+            logits_NL: Tensor = compiled(tokens_T, meta)
+        return logits_NL
+
+    return run
+
+
+@contextlib.contextmanager
+def _compile_settings() -> Iterator[None]:
+    with (
+        # Sizes that happen to be equal at first are not the same size.
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # Numbers of layers are constants. Otherwise Dynamo makes them symbols, finds it must not, and starts again.
+        torch._dynamo.config.patch(specialize_float=True),
+        # Fields of an arena are aligned, which a symbolic offset does not show.
+        torch._inductor.config.patch(assume_aligned_inputs=True),
+    ):
+        yield
