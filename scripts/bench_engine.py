@@ -1,0 +1,269 @@
+"""Time the engine in process, at the true shape of a model, against the matrix products it cannot do without.
+
+    python -m scripts.bench_engine --size 0.8B --workload race,quality_all [--graphs off] [--no-fork] ...
+
+Weights are random and made on the device. A workload with a fixed shape (``scripts/workloads.py``) is timed at that
+shape and at seeded realistic ones. "In process" is from token ids to probabilities, through the engine's own thread:
+no tokenizer, no HTTP. No speed is printed unless the same run's answers are those of isolated prompts through the
+references. Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flide.layers.merge import MergedLinear
+from flide.models import Qwen35ForDecision
+from flide.runtime import ForkMetadata, TokenTree
+from flide.runtime.capacity import smallest_that_holds
+from flide.runtime.config import GRAPH_MODES, EngineConfig
+from flide.runtime.decision import Decision, joined
+from flide.runtime.graphs import CudaStreams
+from flide.runtime.request import Choice, DecisionRequest
+from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.worker import Job, Worker
+from scripts.workloads import FIXED, SEEDED, Shape, realistic
+
+CONFIGS = Path(__file__).parent / "configs"
+LARGEST_ROUND = {"9b": 8192, "27b": 8192}  # rows; 16,384 for smaller models
+OPTIONS, LABELS = 26, 255  # of a question of the parity check; label rows
+CHECKED_QUESTIONS = 3
+# Mean total variation distance between the engine's answers and those of isolated prompts, relative to the distance
+# between the answers to different questions: rounding makes a few hundredths, a broken fork about 1.
+PARITY = 0.15
+SECONDS = 3.0  # of each timing
+
+
+class Bench:
+    """One engine, measured."""
+
+    def __init__(self, size: str, config: EngineConfig, *, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+        fields = json.loads((CONFIGS / f"qwen3.5-{size.lower()}.json").read_text())
+        self.model = Qwen35ForDecision.from_config(fields, device="cuda").eval()
+        self.vocab, self.config = self.model.config.vocab_size, config
+        self.label_ids = list(range(100, 100 + LABELS))
+        self.checks = {name: self._checked(name) for name in FIXED}
+
+    def start(self, workloads: Sequence[str]) -> None:
+        """Answer the checks by isolated prompts first, while the model is plain; then make the engine."""
+        self.expected = {name: self._isolated(self.checks[name]) for name in workloads if name in FIXED}
+        if not self.expected:
+            self.expected = {"race": self._isolated(self.checks["race"])}
+        limit = self.model.config.max_position_embeddings
+        runner = RoundRunner(
+            self.model, self.label_ids, config=self.config, max_prompt_tokens=min(limit, 65536), model_name="bench"
+        )
+        self.worker = Worker(runner)
+        assert isinstance(runner.streams, CudaStreams)
+        self.streams = runner.streams
+
+    def ask(self, requests: Sequence[PreparedRequest]) -> list[Decision]:
+        parts = [[Job(part) for part in ([r] if self.config.fork else r.alone())] for r in requests]
+        self.worker.submit([job for jobs in parts for job in jobs])
+        return [joined([job.future.result() for job in jobs]) for jobs in parts]
+
+    def parity(self) -> dict[str, float]:
+        """Distance to isolated prompts over the distance between different questions, per workload."""
+        found = {}
+        for name, expected in self.expected.items():
+            request = self.checks[name]
+            (decision,) = self.ask([request])
+            answers = [torch.tensor(list(answer.probabilities.values())) for answer in decision.answers.values()]
+            got = torch.stack(answers)[: len(expected)].double()
+            others = expected.roll(1, 0) if len(expected) > 1 else expected.new_full(expected.shape, 1 / OPTIONS)
+            found[name] = (_distance(got, expected) / _distance(others, expected)).mean().item()
+        return found
+
+    def latency(self, requests: Sequence[PreparedRequest]) -> dict[str, float]:
+        """Milliseconds from prepared request to answer, one at a time."""
+        times: list[float] = []
+        began = time.perf_counter()
+        for request in itertools.cycle(requests):
+            start = time.perf_counter()
+            self.ask([request])
+            times.append((time.perf_counter() - start) * 1e3)
+            if len(times) >= 20 and time.perf_counter() - began > SECONDS:
+                break
+        times = sorted(times[5:])
+        return {"p50_ms": statistics.median(times), "p95_ms": times[int(0.95 * len(times))], "calls": len(times)}
+
+    def saturated(self, requests: Sequence[PreparedRequest], p50_ms: float) -> dict[str, float]:
+        """Requests and tokens per second when there is always more to do."""
+        count = max(64, int(SECONDS * 1.5e3 / p50_ms))
+        queue = list(itertools.islice(itertools.cycle(requests), count))
+        self.ask(queue[: count // 4])
+        start = time.perf_counter()
+        self.ask(queue)
+        seconds = time.perf_counter() - start
+        tokens = sum(request.needed.tokens for request in queue)
+        return {"requests_per_s": count / seconds, "tokens_per_s": tokens / seconds}
+
+    def gpu_ms(self, request: PreparedRequest) -> float | None:
+        """One replay, from replays back to back; None where the graph is not ours to replay."""
+        capacity = smallest_that_holds(self.streams.capacities, request.needed)
+        graph = self.streams.graph(capacity) if capacity is not None else None
+        if graph is None:
+            return None
+        self.ask([request])  # all graphs read the same arena
+        return _back_to_back(graph.replay)
+
+    def prepare(self, shape: Shape, *, options: int = 4) -> PreparedRequest:
+        """A request of some shape with random tokens."""
+        criteria = {f"o{k:02}": None for k in range(options)}
+        questions = {f"q{i}": Choice("?", criteria) for i in range(len(shape.branches))}
+        tree = TokenTree(self._tokens(shape.trunk), tuple(TokenTree(self._tokens(n)) for n in shape.branches))
+        return PreparedRequest.of(DecisionRequest("", questions), tree, [options] * len(questions))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(self.vocab) for _ in range(count)]
+
+    def _checked(self, name: str) -> PreparedRequest:
+        return self.prepare(FIXED[name], options=OPTIONS)
+
+    @torch.inference_mode()
+    def _isolated(self, request: PreparedRequest) -> Tensor:
+        """Probabilities of the first questions, each prompt alone through the references: ``[questions, OPTIONS]``."""
+        rows_LD = self.model.label_rows(self.label_ids[:OPTIONS])
+        found = []
+        for part in request.alone()[:CHECKED_QUESTIONS]:
+            meta = ForkMetadata.pack([part.tree]).to("cuda")
+            logits_NL = self.model.label_logits(self.model(meta.tokens, meta), rows_LD)
+            found.append(logits_NL[0].double().softmax(-1).cpu())
+        return torch.stack(found)
+
+
+def _distance(p: Tensor, q: Tensor) -> Tensor:
+    """Total variation of each row."""
+    return 0.5 * (p - q).abs().sum(-1)
+
+
+def _back_to_back(run: Callable[[], object], *, seconds: float = 0.5) -> float:
+    """GPU milliseconds of one call, median of five groups of calls between two events."""
+    run()
+    torch.cuda.synchronize()
+    groups: list[float] = []
+    calls = 3
+    while len(groups) < 6:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        groups.append(begin.elapsed_time(end) / calls)
+        calls = max(3, int(seconds / 6 * 1e3 / groups[-1]))
+    return statistics.median(groups[1:])
+
+
+@torch.inference_mode()
+def products_ms(model: nn.Module, rows: int) -> float:
+    """The model's matrix products alone, on that many rows, captured: what no engine gets under at this precision.
+
+    The last layer is counted whole, the readout not at all.
+    """
+    merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
+    inside = {weight.data_ptr() for module in merged for weight in module.weight.split(module.sizes)}
+    head = model.get_submodule("lm_head").weight
+    plain = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.data_ptr() not in inside]
+    weights = [m.weight for m in (*merged, *plain) if m.weight is not head]
+    inputs = {n: torch.randn(rows, n, device="cuda", dtype=head.dtype) for n in {w.shape[1] for w in weights}}
+
+    def run() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return _back_to_back(graph.replay)
+
+
+def measure(bench: Bench, name: str, shapes: list[Shape]) -> dict[str, Any]:
+    requests = [bench.prepare(shape) for shape in shapes]
+    result: dict[str, Any] = {"rows": statistics.mean(r.needed.tokens for r in requests)}
+    result |= bench.latency(requests)
+    result |= bench.saturated(requests, result["p50_ms"])
+    if len(shapes) == 1:
+        rows = requests[0].needed.tokens
+        result |= {"gpu_ms": bench.gpu_ms(requests[0]), "products_ms": products_ms(bench.model, rows)}
+        if result["gpu_ms"] is not None:
+            result["ratio"] = result["gpu_ms"] / result["products_ms"]
+    shown = "  ".join(f"{key} {value:.4g}" for key, value in result.items() if value is not None)
+    print(f"{name:22} {shown}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="0.8B", help="0.8B, 2B, 4B, 9B or 27B")
+    parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join({*FIXED, *SEEDED})}")
+    parser.add_argument("--seeded", type=int, default=64, help="realistic requests per workload; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--graphs", default="auto", choices=GRAPH_MODES)
+    parser.add_argument("--no-compile", action="store_true", help="layers and kernels eagerly")
+    parser.add_argument("--no-fork", action="store_true", help="every question as a prompt of its own")
+    parser.add_argument("--no-flat-rounds", action="store_true", help="one request a replay")
+    parser.add_argument("--no-selective-readout", action="store_true", help="the last layer computes every row")
+    parser.add_argument("--max-round-tokens", type=int)
+    arguments = parser.parse_args()
+    workloads = arguments.workload.split(",")
+    for name in workloads:
+        if name not in FIXED and name not in SEEDED:
+            parser.error(f"unknown workload {name!r}")
+    if not torch.cuda.is_available():
+        parser.error("the benchmark needs a CUDA device")
+    config = EngineConfig(
+        graphs=arguments.graphs,
+        compile=False if arguments.no_compile else None,
+        fork=not arguments.no_fork,
+        selective_readout=not arguments.no_selective_readout,
+        max_round_requests=1 if arguments.no_flat_rounds else None,
+        max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size.lower()),
+    )
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, config, flush=True)
+    bench = Bench(arguments.size, config, seed=arguments.seed)
+    bench.start(workloads)
+    report = asdict(bench.streams.report)
+    print("ready", {key: round(value, 2) for key, value in report.items()}, flush=True)
+    parity = bench.parity()
+    print("parity", {key: round(value, 4) for key, value in parity.items()}, flush=True)
+    result: dict[str, Any] = {"size": arguments.size, "device": torch.cuda.get_device_name(), "parity": parity}
+    result |= {"ready": report, "config": asdict(replace(config, device=str(config.device)))}
+    failed = not all(value <= PARITY for value in parity.values())  # NaN fails
+    if failed:
+        print(f"answers are not those of isolated prompts (budget {PARITY}): no speeds", file=sys.stderr)
+    else:
+        timings = result["workloads"] = {}
+        for name in workloads:
+            if name in FIXED:
+                timings[name] = measure(bench, name, [FIXED[name]])
+            if name in SEEDED and arguments.seeded:
+                shapes = list(itertools.islice(realistic(name, seed=arguments.seed), arguments.seeded))
+                timings[f"{name}, seeded"] = measure(bench, f"{name}, seeded", shapes)
+    bench.worker.close()
+    print(json.dumps(result))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
