@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from flide.runtime.metadata import PAGE_SIZE, StreamCapacity
-from flide.runtime.tree import TokenTree
+from flide.runtime.tree import TokenTree, TreeLayout
 
 # Each step of the ladder is at most this much larger than the one before, or by ALIGN rows. A graph costs little memory
 # and about 60 ms when the engine starts.
@@ -46,26 +47,24 @@ def _row_classes(tokens: int) -> list[int]:
 
 
 def smallest_that_holds(capacities: Sequence[StreamCapacity], needed: StreamCapacity) -> StreamCapacity | None:
-    """The capacity a round takes: the fewest rows, then the fewest segments; None if it fits none."""
-    fitting = [capacity for capacity in capacities if capacity.holds(needed)]
-    return min(fitting, key=lambda capacity: (capacity.tokens, capacity.segments), default=None)
+    """The capacity a round takes: the fewest rows, then the fewest segments; None if it fits none.
+
+    Args:
+        capacities: smallest first, as :func:`capacity_ladder` makes them.
+    """
+    start = bisect.bisect_left(capacities, needed.tokens, key=lambda capacity: capacity.tokens)
+    return next((capacity for capacity in capacities[start:] if capacity.holds(needed)), None)
 
 
-def needed_by(tree: TokenTree) -> StreamCapacity:
+def needed_by(tree: TokenTree | TreeLayout) -> StreamCapacity:
     """What one request needs; the requests of a round add up."""
-    segments = [tree]
-    depth = 0
-    level: tuple[TokenTree, ...] = (tree,)
-    while level:
-        depth += 1
-        level = tuple(child for node in level for child in node.children)
-        segments += level
+    layout = tree if isinstance(tree, TreeLayout) else TreeLayout.of(tree)
     return StreamCapacity(
-        tokens=max(1, sum(len(node.tokens) for node in segments)),
-        segments=len(segments),
-        readouts=max(1, sum(len(node.readout_offsets) for node in segments)),
-        pages=-(-len(tree.tokens) // PAGE_SIZE),
-        depth=max(2, depth),
+        tokens=max(1, layout.num_tokens),
+        segments=layout.num_nodes,
+        readouts=max(1, len(layout.read_rows)),
+        pages=-(-len(layout.tokens[0]) // PAGE_SIZE),
+        depth=max(2, layout.depth),
     )
 
 

@@ -22,7 +22,7 @@ from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
 from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, StreamCapacity, arena_size, fresh_caches, pack_into
 from flide.runtime.streams import PendingLogits, StartReport, Step, compile_step, decision_step
-from flide.runtime.tree import TokenTree
+from flide.runtime.tree import TreeLayout
 
 logger = logging.getLogger("flide.engine")
 
@@ -146,32 +146,32 @@ class CudaStreams:
         )
         logger.info("ready: %s", self.report)
 
-    def submit(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+    def submit(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         """Start one stream and return.
 
         Args:
-            trees: its requests.
+            layouts: its requests.
             needed: what they need together.
 
         Raises:
             ValueError: more trunks, or branches with leaves, than there is scratch for.
         """
-        parents = len(trees) if needed.depth == 2 else sum(_num_parents(tree) for tree in trees)
+        parents = len(layouts) if needed.depth == 2 else sum(layout.num_parents for layout in layouts)
         if parents > MAX_REQUESTS:
             raise ValueError(f"a round has at most {MAX_REQUESTS} trunks and branches with children, got {parents}")
         capacity = smallest_that_holds(self.capacities, needed)
         graph = self._graphs.get(capacity) if capacity is not None else None
-        return self._run_uncaptured(trees, needed) if graph is None else self._replay(graph, trees, needed)
+        return self._run_uncaptured(layouts, needed) if graph is None else self._replay(graph, layouts, needed)
 
     def graph(self, capacity: StreamCapacity) -> torch.cuda.CUDAGraph | None:
         """The graph of one capacity, for timing; None if it has none of ours."""
         return self._graphs[capacity].graph if capacity in self._graphs else None
 
     @torch.inference_mode()
-    def _replay(self, graph: _Graph, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+    def _replay(self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         buffers = self._buffers.pop()
         try:
-            size = pack_into(buffers.arena.numpy(), trees, graph.meta.capacity, fresh_caches(trees))
+            size = pack_into(buffers.arena.numpy(), layouts, graph.meta.capacity, fresh_caches(layouts))
             self._arena[:size].copy_(buffers.arena[:size], non_blocking=True)
             if graph.graph is None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -191,8 +191,8 @@ class CudaStreams:
         return _PendingOnDevice(self, buffers, rows)
 
     @torch.inference_mode()
-    def _run_uncaptured(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
-        host = ForkMetadata.pack(trees, capacity=padded(needed), caches=fresh_caches(trees), pin_memory=True)
+    def _run_uncaptured(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
+        host = ForkMetadata.pack(layouts, capacity=padded(needed), caches=fresh_caches(layouts), pin_memory=True)
         meta = host.to(self._device, non_blocking=True)
         logits_NL = self._uncaptured(meta.tokens, meta)[: needed.readouts]
         buffers = _HostBuffers(
@@ -237,10 +237,6 @@ class CudaStreams:
     def _give_back(self, buffers: _HostBuffers) -> None:
         if buffers.kept:
             self._buffers.append(buffers)
-
-
-def _num_parents(tree: TokenTree) -> int:
-    return bool(tree.children) + sum(_num_parents(child) for child in tree.children)
 
 
 __all__ = ["CudaStreams", "GraphMode"]

@@ -9,14 +9,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flide.runtime.tree import MAX_DEPTH, TokenTree
+from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 
 if TYPE_CHECKING:
     from flide.ops.fork_schedule.reference import ForkSchedule
@@ -89,28 +89,19 @@ class TrunkCache:
 
     length: int = 0
     slot: int = 0
-    pages: tuple[int, ...] = ()
+    pages: Sequence[int] = ()
     saves: tuple[tuple[int, int], ...] = ()
 
 
-def fresh_caches(trees: Sequence[TokenTree]) -> list[TrunkCache]:
+def fresh_caches(trees: Sequence[TokenTree | TreeLayout]) -> list[TrunkCache]:
     """KV pages for trunks that live for one round: numbered from 0, request by request."""
     caches, page = [], 0
     for tree in trees:
-        count = -(-len(tree.tokens) // PAGE_SIZE)
-        caches.append(TrunkCache(pages=tuple(range(page, page + count))))
+        trunk = tree.tokens[0] if isinstance(tree, TreeLayout) else tree.tokens
+        count = -(-len(trunk) // PAGE_SIZE)
+        caches.append(TrunkCache(pages=range(page, page + count)))
         page += count
     return caches
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    tree: TokenTree
-    level: int
-    parent: int
-    start: int
-    cache: TrunkCache
-    path: tuple[int, ...]  # request, branch, leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,15 +168,13 @@ class ForkMetadata:
         """An inert stream (no active rows) in one freshly allocated arena, every field 16-byte aligned."""
         layout = _layout(capacity)
         arena = torch.zeros(layout.size, dtype=torch.int32, device=device, pin_memory=pin_memory)
-        for name in _FILLED_WITH_MINUS_ONE:
-            begin, count, _ = layout.fields[name]
-            arena[begin : begin + count] = -1
+        arena[layout.inert] = -1
         return cls.over(arena, capacity)
 
     @classmethod
     def pack(
         cls,
-        trees: Sequence[TokenTree],
+        trees: Sequence[TokenTree | TreeLayout],
         *,
         capacity: StreamCapacity | None = None,
         caches: Sequence[TrunkCache] | None = None,
@@ -194,7 +183,7 @@ class ForkMetadata:
         """Lay out one round on the host.
 
         Args:
-            trees: the round's requests.
+            trees: the round's requests; a ``TreeLayout`` saves working it out again.
             capacity: sizes to lay out for; None takes exactly what the round needs.
             caches: one per request, when trunks resume from or save checkpoints.
             pin_memory: page-locked arena, for an asynchronous copy to a GPU.
@@ -205,10 +194,11 @@ class ForkMetadata:
         Raises:
             ValueError: the round does not fit the capacity, is deeper than three levels, or names rows it lacks.
         """
-        segments = _segments(trees, caches or [TrunkCache()] * len(trees))
-        capacity = capacity or _needed(segments)
+        layouts = [tree if isinstance(tree, TreeLayout) else TreeLayout.of(tree) for tree in trees]
+        caches = [TrunkCache()] * len(trees) if caches is None else caches
+        capacity = capacity or _needed(layouts, caches)
         arena = torch.empty(_layout(capacity).size, dtype=torch.int32, pin_memory=pin_memory)
-        _write(arena.numpy(), capacity, segments)
+        pack_into(arena.numpy(), layouts, capacity, caches)
         return cls.over(arena, capacity)
 
     @classmethod
@@ -253,58 +243,52 @@ class ForkMetadata:
         assert ((self.readout_rows >= 0) & (self.readout_rows < max(rows, 1))).all(), "readouts name active rows"
 
 
-_FILLED_WITH_MINUS_ONE = (
-    "row_segments",
-    "segment_parents",
-    "segment_levels",
-    "final_slots",
-    "save_rows",
-    "save_slots",
-    "segment_pages",
-    "page_table",
-)
-
-
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each field lies in an arena: (first element, elements, shape); and the arena's size."""
+    """Where each field lies in an arena: (first element, elements, shape); the part that is -1 where it is unused; and
+    the arena's size."""
 
     fields: dict[str, tuple[int, int, tuple[int, ...]]]
+    inert: slice
     size: int
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(capacity: StreamCapacity) -> _Layout:
     t, s, n, g = capacity.tokens, capacity.segments, capacity.readouts, capacity.pages
-    shapes: dict[str, tuple[int, ...]] = {
+    zero: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (3, t),
-        "row_segments": (t,),
         "segment_offsets": (s + 1,),
-        "segment_parents": (s,),
-        "segment_levels": (s,),
         "segment_starts": (s,),
         "initial_slots": (s,),
+        "readout_rows": (n,),
+    }
+    minus_one: dict[str, tuple[int, ...]] = {
+        "row_segments": (t,),
+        "segment_parents": (s,),
+        "segment_levels": (s,),
         "final_slots": (s,),
         "save_rows": (s, MAX_SAVES),
         "save_slots": (s, MAX_SAVES),
         "segment_pages": (s,),
         "page_table": (g,),
-        "readout_rows": (n,),
     }
     placed, at = {}, _HEADER
-    for name, shape in shapes.items():
+    for name, shape in (zero | minus_one).items():
         count = math.prod(shape)
         placed[name] = (at, count, shape)
         at += -(-count // _ALIGN) * _ALIGN
-    return _Layout(placed, at)
+    return _Layout(placed, slice(placed["row_segments"][0], at), at)
+
+
+def arena_size(capacity: StreamCapacity) -> int:
+    """int32 elements of a stream's arena."""
+    return _layout(capacity).size
 
 
 def pack_into(
-    arena: NDArray[np.int32],
-    trees: Sequence[TokenTree],
-    capacity: StreamCapacity,
-    caches: Sequence[TrunkCache] | None = None,
+    arena: NDArray[np.int32], layouts: Sequence[TreeLayout], capacity: StreamCapacity, caches: Sequence[TrunkCache]
 ) -> int:
     """:meth:`ForkMetadata.pack` into memory that is kept from round to round.
 
@@ -314,94 +298,90 @@ def pack_into(
     Returns:
         Elements in use: what has to be copied to the device.
     """
-    return _write(arena, capacity, _segments(trees, caches or [TrunkCache()] * len(trees)))
-
-
-def arena_size(capacity: StreamCapacity) -> int:
-    """int32 elements of a stream's arena."""
-    return _layout(capacity).size
-
-
-def _needed(segments: list[_Segment]) -> StreamCapacity:
-    return StreamCapacity(
-        tokens=max(1, sum(len(s.tree.tokens) for s in segments)),
-        segments=max(1, len(segments)),
-        readouts=max(1, sum(len(s.tree.readout_offsets) for s in segments)),
-        pages=sum(len(s.cache.pages) for s in segments),
-        depth=max(2, 1 + max((s.level for s in segments), default=0)),
-    )
-
-
-def _write(arena: NDArray[np.int32], capacity: StreamCapacity, segments: list[_Segment]) -> int:
-    needed, layout = _needed(segments), _layout(capacity)
+    _check_caches(layouts, caches)
+    needed, layout = _needed(layouts, caches), _layout(capacity)
     if not capacity.holds(needed):
         raise ValueError(f"a round of {needed} does not fit {capacity}")
     arena[: layout.size] = 0
-    view = {}
-    for name, (begin, count, shape) in layout.fields.items():
-        view[name] = arena[begin : begin + count].reshape(shape)
-        if name in _FILLED_WITH_MINUS_ONE:
-            view[name].fill(-1)
-    lengths = np.array([len(s.tree.tokens) for s in segments], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    offsets = ends - lengths
-    starts = np.array([s.start for s in segments], dtype=np.int64)
-    rows, n = int(lengths.sum()), len(segments)
+    arena[layout.inert] = -1
+    view = {name: arena[begin : begin + count].reshape(shape) for name, (begin, count, shape) in layout.fields.items()}
+    if not layouts:
+        return layout.size
 
-    owner = np.repeat(np.arange(n), lengths)
-    tokens = [np.asarray(s.tree.tokens, dtype=np.int64) for s in segments]
-    view["tokens"][:rows] = np.concatenate([np.zeros(0, dtype=np.int64), *tokens])
-    view["positions"][:, :rows] = np.arange(rows) - offsets[owner] + starts[owner]
-    view["row_segments"][:rows] = owner
-    view["segment_offsets"][1 : n + 1] = ends
-    view["segment_offsets"][n + 1 :] = rows
-    view["segment_parents"][:n] = [s.parent for s in segments]
-    view["segment_levels"][:n] = [s.level for s in segments]
-    view["segment_starts"][:n] = starts
-    view["initial_slots"][:n] = [s.cache.slot for s in segments]
-    parents = [i for i, s in enumerate(segments) if s.tree.children]
-    view["final_slots"][parents] = np.arange(len(parents))
+    resumes = any(cache.length for cache in caches)
+    first = parents = row = 0  # the next segment, segment with children, and stream row
+    bases: list[NDArray[np.int64]] = []  # by level: the first segment of each request
+    for level in range(max(x.depth for x in layouts)):
+        present = [x for x in layouts if x.depth > level]
+        counts = np.array([len(x.lengths[level]) if x.depth > level else 0 for x in layouts])
+        lengths = _joined([x.lengths[level] for x in present])
+        starts = _joined([x.starts[level] for x in present])
+        if resumes:
+            starts = starts + np.repeat([cache.length for cache in caches], counts)
+        n, rows = len(lengths), sum(len(x.tokens[level]) for x in present)
+        ends = row + np.cumsum(lengths)
+        segments, stream = slice(first, first + n), slice(row, row + rows)
+        view["tokens"][stream] = _joined([x.tokens[level] for x in present])
+        owner = np.repeat(np.arange(n), lengths)
+        view["positions"][:, stream] = np.arange(row, row + rows) + (starts - (ends - lengths))[owner]
+        view["row_segments"][stream] = owner + first
+        view["segment_offsets"][first + 1 : first + 1 + n] = ends
+        view["segment_levels"][segments] = level
+        view["segment_starts"][segments] = starts
+        if level:
+            view["segment_parents"][segments] = _joined([x.parents[level] for x in present]) + np.repeat(
+                bases[-1], counts
+            )
+        with_children = np.flatnonzero(_joined([x.is_parent[level] for x in present]))
+        view["final_slots"][first + with_children] = np.arange(parents, parents + len(with_children))
+        bases.append(first + np.cumsum(counts) - counts)
+        first, parents, row = first + n, parents + len(with_children), row + rows
+    view["segment_offsets"][first + 1 :] = row
 
     page = 0
-    for i, s in enumerate(segments):
-        for k, (length, slot) in enumerate(sorted(s.cache.saves)):
-            view["save_rows"][i, k] = offsets[i] + length - s.start - 1
+    for i, cache in enumerate(caches):
+        if cache.slot:
+            view["initial_slots"][i] = cache.slot
+        for k, (length, slot) in enumerate(sorted(cache.saves)):
+            view["save_rows"][i, k] = view["segment_offsets"][i] + length - cache.length - 1
             view["save_slots"][i, k] = slot
-        if s.cache.pages:
+        if cache.pages:
             view["segment_pages"][i] = page
-            view["page_table"][page : page + len(s.cache.pages)] = s.cache.pages
-            page += len(s.cache.pages)
-    in_request_order = sorted(range(n), key=lambda i: segments[i].path)
-    read = [int(offsets[i]) + row for i in in_request_order for row in segments[i].tree.readout_offsets]
-    view["readout_rows"][: len(read)] = read
+            view["page_table"][page : page + len(cache.pages)] = cache.pages
+            page += len(cache.pages)
+    request = np.repeat(np.arange(len(layouts)), [len(x.read_rows) for x in layouts])
+    read = np.stack(bases)[_joined([x.read_levels for x in layouts]), request]
+    read += _joined([x.read_nodes for x in layouts])
+    view["readout_rows"][: len(read)] = view["segment_offsets"][read] + _joined([x.read_rows for x in layouts])
     return layout.size
 
 
-def _segments(trees: Sequence[TokenTree], caches: Sequence[TrunkCache]) -> list[_Segment]:
-    """Segments in stream order: all trunks, then all branches, then all leaves, request by request in each level."""
-    if len(caches) != len(trees):
-        raise ValueError(f"{len(trees)} requests but {len(caches)} trunk caches")
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _needed(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -> StreamCapacity:
+    return StreamCapacity(
+        tokens=max(1, sum(x.num_tokens for x in layouts)),
+        segments=max(1, sum(x.num_nodes for x in layouts)),
+        readouts=max(1, sum(len(x.read_rows) for x in layouts)),
+        pages=sum(len(cache.pages) for cache in caches),
+        depth=max([2, *(x.depth for x in layouts)]),
+    )
+
+
+def _check_caches(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -> None:
+    if len(caches) != len(layouts):
+        raise ValueError(f"{len(layouts)} requests but {len(caches)} trunk caches")
     read = {cache.slot for cache in caches if cache.slot}
     written = [slot for cache in caches for _, slot in cache.saves]
     if len(set(written)) < len(written) or not read.isdisjoint(written):
         raise ValueError("no state slot is saved to twice in a round, or saved to while a trunk resumes from it")
-    level = [_trunk(tree, cache, j) for j, (tree, cache) in enumerate(zip(trees, caches, strict=True))]
-    segments = list(level)
-    for depth in range(1, MAX_DEPTH + 1):
-        first = len(segments) - len(level)
-        level = [
-            _Segment(child, depth, first + i, s.start + len(s.tree.tokens), TrunkCache(), (*s.path, k))
-            for i, s in enumerate(level)
-            for k, child in enumerate(s.tree.children)
-        ]
-        if level and depth == MAX_DEPTH:
-            raise ValueError(f"a token tree has at most {MAX_DEPTH} levels")
-        segments += level
-    return segments
+    for layout, cache in zip(layouts, caches, strict=True):
+        _check_cache(cache, cache.length + len(layout.tokens[0]))
 
 
-def _trunk(tree: TokenTree, cache: TrunkCache, request: int) -> _Segment:
-    total = cache.length + len(tree.tokens)
+def _check_cache(cache: TrunkCache, total: int) -> None:
     if cache.pages and len(cache.pages) != -(-total // PAGE_SIZE):
         raise ValueError(f"a trunk of {total} tokens needs {-(-total // PAGE_SIZE)} pages, got {len(cache.pages)}")
     if cache.length and not (cache.slot and cache.pages):
@@ -415,4 +395,3 @@ def _trunk(tree: TokenTree, cache: TrunkCache, request: int) -> _Segment:
             raise ValueError(f"cannot save after {length} tokens: this round computes {cache.length + 1} to {total}")
         if slot < 1 or slot == cache.slot:
             raise ValueError(f"cannot save into slot {slot}: slot 0 is the zero state, a slot in use is read")
-    return _Segment(tree, 0, -1, cache.length, cache, (request,))

@@ -21,18 +21,20 @@ from flide.runtime.metadata import StreamCapacity
 from flide.runtime.prompt import EncodedRequest
 from flide.runtime.request import DecisionRequest
 from flide.runtime.streams import PendingLogits, Streams
-from flide.runtime.tree import TokenTree
+from flide.runtime.tree import TokenTree, TreeLayout
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated request, its token tree (one branch per question, in order) and what it needs of a stream."""
+    """A validated request and its token tree (one branch per question, in order), laid out: what can be done here need
+    not be done on the engine's thread."""
 
     request: DecisionRequest
     tree: TokenTree
     num_options: list[int]
+    layout: TreeLayout
     needed: StreamCapacity
 
     @classmethod
@@ -43,8 +45,8 @@ class PreparedRequest:
 
     @classmethod
     def of(cls, request: DecisionRequest, tree: TokenTree, num_options: list[int]) -> PreparedRequest:
-        """With the tokens as arrays: what can be done here need not be done on the engine's thread."""
-        return cls(request, _with_arrays(tree), num_options, needed_by(tree))
+        layout = TreeLayout.of(tree)
+        return cls(request, tree, num_options, layout, needed_by(layout))
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked."""
@@ -55,11 +57,6 @@ class PreparedRequest:
             tree = TokenTree([*self.tree.tokens, *branch.tokens])
             parts.append(PreparedRequest.of(replace(self.request, questions=dict([item])), tree, [count]))
         return parts
-
-
-def _with_arrays(tree: TokenTree) -> TokenTree:
-    tokens = np.array(tree.tokens, dtype=np.int32)
-    return TokenTree(tokens, tuple(_with_arrays(child) for child in tree.children), tree.readouts)  # type: ignore[arg-type]
 
 
 class PendingRound:
@@ -141,7 +138,7 @@ class RoundRunner:
         needed = requests[0].needed
         for request in requests[1:]:
             needed = needed + request.needed
-        logits = self.streams.submit([request.tree for request in requests], needed)
+        logits = self.streams.submit([request.layout for request in requests], needed)
         return PendingRound(requests, logits, self._model_name)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import padded
 from flide.runtime.metadata import ForkMetadata, StreamCapacity
-from flide.runtime.tree import TokenTree
+from flide.runtime.tree import TreeLayout
 
 Step = Callable[[Tensor, ForkMetadata], Tensor]
 
@@ -86,14 +86,14 @@ class Streams:
             self._step(meta.tokens, meta)
             self.report = StartReport(compile_seconds=time.perf_counter() - began)
 
-    def submit(self, trees: Sequence[TokenTree], needed: StreamCapacity) -> PendingLogits:
+    def submit(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         """Run one stream.
 
         Args:
-            trees: its requests.
+            layouts: its requests.
             needed: what they need together.
         """
-        meta = ForkMetadata.pack(trees, capacity=padded(needed) if self._compile else None)
+        meta = ForkMetadata.pack(layouts, capacity=padded(needed) if self._compile else None)
         return Ready(self._step(meta.tokens, meta)[: needed.readouts].numpy())
 
 

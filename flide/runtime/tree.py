@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 MAX_DEPTH = 3  # trunk, branch, leaf
 
 
@@ -58,6 +61,82 @@ class TokenTree:
         if any(not 0 <= offset < n for offset in offsets):
             raise ValueError(f"readout rows {rows} lie outside a node of {n} tokens")
         return offsets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLayout:
+    """A tree as arrays, level by level: all that laying out a round needs to know of a request, worked out once.
+
+    Shapes: n_l nodes of level l, N readout rows. Within a level nodes stand in depth-first order.
+
+    Attributes:
+        tokens: token ids of each level, int32.
+        lengths: ``[n_l]`` tokens of each node.
+        starts: ``[n_l]`` tokens before each node on its own path.
+        parents: ``[n_l]`` each node's parent, counted in the level above.
+        is_parent: ``[n_l]`` whether a node has children.
+        read_levels, read_nodes, read_rows: ``[N]`` each readout row: its node's level, the node counted in that level,
+            and the row in the node. In depth-first order of the tree.
+    """
+
+    tokens: tuple[NDArray[np.int32], ...]
+    lengths: tuple[NDArray[np.int64], ...]
+    starts: tuple[NDArray[np.int64], ...]
+    parents: tuple[NDArray[np.int64], ...]
+    is_parent: tuple[NDArray[np.bool_], ...]
+    read_levels: NDArray[np.int64]
+    read_nodes: NDArray[np.int64]
+    read_rows: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> TreeLayout:
+        """Lay out a tree.
+
+        Raises:
+            ValueError: deeper than ``MAX_DEPTH`` levels, or a readout row that its node lacks.
+        """
+        levels: list[list[tuple[TokenTree, int, int]]] = [[] for _ in range(MAX_DEPTH)]  # node, start, parent
+        reads: list[tuple[int, int, int]] = []
+
+        def visit(node: TokenTree, level: int, start: int, parent: int) -> None:
+            if level == MAX_DEPTH:
+                raise ValueError(f"a token tree has at most {MAX_DEPTH} levels")
+            index = len(levels[level])
+            levels[level].append((node, start, parent))
+            reads.extend((level, index, row) for row in node.readout_offsets)
+            end = start + len(node.tokens)
+            for child in node.children:
+                visit(child, level + 1, end, index)
+
+        visit(tree, 0, 0, -1)
+        used = [level for level in levels if level]
+        read = np.array(reads, dtype=np.int64).reshape(-1, 3)
+        return cls(
+            tokens=tuple(np.concatenate([np.asarray(x.tokens, np.int32) for x, _, _ in level]) for level in used),
+            lengths=tuple(np.array([len(x.tokens) for x, _, _ in level]) for level in used),
+            starts=tuple(np.array([start for _, start, _ in level]) for level in used),
+            parents=tuple(np.array([parent for _, _, parent in level]) for level in used),
+            is_parent=tuple(np.array([bool(x.children) for x, _, _ in level]) for level in used),
+            read_levels=read[:, 0],
+            read_nodes=read[:, 1],
+            read_rows=read[:, 2],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(len(lengths) for lengths in self.lengths)
+
+    @property
+    def num_parents(self) -> int:
+        return sum(int(is_parent.sum()) for is_parent in self.is_parent)
+
+    @property
+    def depth(self) -> int:
+        return len(self.lengths)
 
 
 def longest_common_prefix(sequences: Sequence[Sequence[int]]) -> int:

@@ -411,8 +411,8 @@ def test_fields_are_aligned_views_that_fill_one_arena(capacity: StreamCapacity) 
     meta = ForkMetadata.allocate(capacity)
     storage, end = meta.arena.untyped_storage().data_ptr(), 4 * meta.tokens.storage_offset()
     assert meta.arena.data_ptr() % 16 == 0
-    for name in ARRAYS:
-        x: Tensor = getattr(meta, name)
+    fields: list[Tensor] = [getattr(meta, name) for name in ARRAYS]
+    for x in sorted(fields, key=Tensor.storage_offset):
         assert x.dtype == torch.int32
         assert x.is_contiguous()
         assert x.untyped_storage().data_ptr() == storage
