@@ -5,6 +5,7 @@ Shapes: N readout rows, D hidden size, O options, L label rows.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -63,6 +64,7 @@ class ForDecision(nn.Module):
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
         selective_readout: compute in the last layer only what the readout rows need; False is an ablation.
+        pools_owner: what runs the model from the pools it was given; there can be one only.
         final_logit_softcapping: cap c of ``c * tanh(logit / c)``, applied before the option softmax; None for none.
     """
 
@@ -72,6 +74,7 @@ class ForDecision(nn.Module):
     config: DecisionConfig
     lm_head: nn.Linear
     selective_readout: bool = True
+    pools_owner: weakref.ref[object] | None = None
     final_logit_softcapping: float | None = None
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:

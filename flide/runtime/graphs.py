@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,6 +90,9 @@ class CudaStreams:
     ) -> None:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
+        if model.pools_owner is not None and model.pools_owner() is not None:
+            raise ValueError("the model belongs to another engine, whose graphs write to its pools")
+        model.pools_owner = weakref.ref(self)
         self.capacities = capacity_ladder(max_tokens)
         self.limit = max(self.capacities, key=lambda capacity: (capacity.tokens, capacity.segments))
         self.report = StartReport()

@@ -205,6 +205,17 @@ def test_more_trunks_than_scratch_are_refused_and_nothing_is_lost(captured: Capt
     assert captured.logits([TokenTree([1], (TokenTree([2]),))]).isfinite().all()
 
 
+def test_a_model_belongs_to_one_engine_at_a_time() -> None:
+    model = small_model()
+    rows = model.label_rows(list(range(LABELS)))
+    sizes: dict[str, Any] = {"max_tokens": 64, "max_prompt_tokens": 64, "compile": False, "graphs": "off"}
+    first = CudaStreams(model, rows, **sizes)
+    with pytest.raises(ValueError, match="another engine"):
+        CudaStreams(model, rows, **sizes)
+    del first
+    CudaStreams(model, rows, **sizes)
+
+
 @pytest.mark.parametrize("graphs", ["explicit", "reduce-overhead", "off"])
 def test_engines_answer_like_the_cpu_from_three_threads_without_new_captures(engine: Engine, graphs: Any) -> None:
     requests = [DecisionRequest(f"state {i} " * i, {str(k): Noul(f"Is {k}?") for k in range(5)}) for i in range(12)]
