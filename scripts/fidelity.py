@@ -35,6 +35,7 @@ from flide.models import Qwen35ForDecision
 from flide.models.decision import config_fields
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.metadata import fresh_caches
+from scripts.random_models import random_model
 from scripts.workloads import Shape, realistic
 from tests.oracle import prompts_of, random_tree
 from tests.tolerance import BF16_ERROR_RATIO
@@ -44,8 +45,6 @@ REFERENCE, THEIRS, OURS, COMPILED = "transformers float32", "transformers", "fli
 LABELS = 26  # A to Z
 TRUNK_SHARE = 4  # a QuALITY trunk is cut to a quarter: the reference runs it once per question
 ROUND_ROWS = 4096
-RESTING_STD = 0.1  # of the noise on norm weights, which would otherwise all be one
-DECAY_STEPS = (1e-3, 1e-1)  # of softplus(dt_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +96,6 @@ class Comparison:
         ratios: dict[str, Any] = {"ratio": {name: self.ratio(name) for name in names}}
         ratios["hidden_ratio"] = {name: self.ratio(name, "hidden_rms") for name in names}
         return finite(asdict(self) | ratios | {"passes": self.passes})
-
-
-def random_model(config: Mapping[str, Any], *, device: torch.device | str, seed: int = 0) -> Qwen35ForDecision:
-    """A random bfloat16 model whose every part matters to its output.
-
-    ``from_config`` alone leaves norm weights at one, all but silences the short convolution (deviation 0.02 over four
-    taps) and with it the delta rule, whose output then drowns in the epsilon of the norm behind it; and its decays
-    forget a trunk within a token or two. So norm weights get noise, convolutions their fan-in, and steps
-    ``softplus(dt_bias)`` are log-uniform in 0.001 to 0.1, as Gated DeltaNet models are initialised for training.
-
-    A token's query and key are made alike, as in ``tests/oracle.py``: where their product is near 0, the delta rule's
-    output is tiny and the norm behind it blows rounding up. That matters at true shapes, too, less than in tiny models
-    (0.8b, two prompts, float32 and bfloat16 on a CPU; errors relative to the logits' deviation): independent q and k
-    make transformers' bfloat16 error 0.095 instead of 0.038 and two float32 computations 7e-6 instead of 3e-6 apart. A
-    fault would hide in amplified noise, and the ratio of two noises would depend on chance.
-
-    It favours neither side: all computations get the same values. Those of float32 parameters are bfloat16 values,
-    because transformers loads every parameter as bfloat16 and would otherwise start from other weights than Flide.
-    """
-    torch.manual_seed(seed)
-    model = Qwen35ForDecision.from_config(dict(config), dtype=torch.bfloat16, device=device).eval()
-    keys = model.config.linear_num_key_heads * model.config.linear_key_head_dim
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("conv1d.weight"):
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
-            elif "norm" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=RESTING_STD)
-            elif name.endswith("dt_bias"):
-                low, high = (math.log(step) for step in DECAY_STEPS)
-                step = torch.empty_like(parameter, dtype=torch.float32).uniform_(low, high).exp()
-                parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-            if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-                parameter[:keys] = parameter[keys : 2 * keys] + 0.5 * parameter[:keys]
-            parameter.copy_(parameter.bfloat16())
-    return model
 
 
 def random_requests(prompts: int, vocab: int, *, seed: int = 0) -> list[TokenTree]:

@@ -29,7 +29,7 @@ def test_all_names_exist_and_are_sorted() -> None:
         assert getattr(flide, name) is not None
 
 
-@pytest.mark.parametrize("module", ["flide.models", "flide.layers", "flide.ops", "flide.runtime"])
+@pytest.mark.parametrize("module", ["flide.evaluation", "flide.models", "flide.layers", "flide.ops", "flide.runtime"])
 def test_submodules_say_what_is_public(module: str) -> None:
     imported = __import__(module, fromlist=["__all__"])
     assert all(hasattr(imported, name) for name in imported.__all__)
@@ -38,7 +38,7 @@ def test_submodules_say_what_is_public(module: str) -> None:
 def test_import_needs_neither_server_nor_trainer_nor_triton() -> None:
     code = """
 import sys
-blocked = ("triton", "fastapi", "uvicorn", "starlette", "accelerate", "flide.serve", "flide.train")
+blocked = ("triton", "fastapi", "uvicorn", "starlette", "accelerate", "matplotlib", "flide.serve", "flide.train")
 sys.modules.update(dict.fromkeys(blocked))  # None: importing it raises, looking for it finds nothing
 import flide
 with flide.Engine.default(flide.EngineConfig(device="cpu")) as engine:
@@ -64,7 +64,7 @@ def test_the_package_is_typed_and_named() -> None:
     assert (ROOT / "flide" / "py.typed").is_file()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "flide-torch"
-    assert set(project["optional-dependencies"]) >= {"serve", "train", "bench", "test"}
+    assert set(project["optional-dependencies"]) >= {"serve", "train", "eval", "bench", "test"}
 
 
 def test_the_embedded_model_is_what_its_script_makes(tmp_path: Path) -> None:

@@ -161,10 +161,10 @@ class GatedForkAttention(ForkAttention):
 
 
 def _norm_and_rotate(norm: nn.Module, x_TNH: Tensor, tables: RotaryTables | None) -> Tensor:
-    """Norm per head, then rotation: one kernel where the norm is a plain RMSNorm."""
+    """Norm per head, then rotation: one kernel where the norm is a plain RMSNorm that nobody listens to."""
     if tables is None:
         return norm(x_TNH)
-    if type(norm) is RMSNorm:
+    if type(norm) is RMSNorm and not norm._forward_hooks and not norm._forward_pre_hooks:
         return norm_rotary(x_TNH, norm.weight, *tables, eps=norm.eps, offset=norm.offset)
     return apply_rotary(norm(x_TNH), tables)
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def add_residual(residual: Tensor, x: Tensor) -> Tensor:
-    """``residual + x``, with the bits of that sum.
+    """``residual + x``, with the dtype and the bits of that sum.
 
     Written in float32 for Inductor's sake: it would make a low-precision sum part of the matrix product before it,
     which first copies the residual; like this it becomes part of the norm behind it.
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
-    return (residual.to(compute) + x.to(compute)).to(x.dtype)
+    dtype = torch.promote_types(residual.dtype, x.dtype)
+    compute = torch.promote_types(dtype, torch.float32)
+    return (residual.to(compute) + x.to(compute)).to(dtype)

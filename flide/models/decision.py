@@ -63,7 +63,6 @@ class ForDecision(nn.Module):
         renames: (pattern, replacement) from stored keys to parameter names.
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
-        selective_readout: compute in the last layer only what the readout rows need; False is an ablation.
         pools_owner: what runs the model from the pools it was given; there can be one only.
         final_logit_softcapping: cap c of ``c * tanh(logit / c)``, applied before the option softmax; None for none.
     """
@@ -73,16 +72,16 @@ class ForDecision(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()
     config: DecisionConfig
     lm_head: nn.Linear
-    selective_readout: bool = True
     pools_owner: weakref.ref[object] | None = None
     final_logit_softcapping: float | None = None
 
-    def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
+    def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]`` of ``meta.readout_rows``.
 
         Args:
             tokens_T: ``[T]`` int token ids in stream order.
             meta: the stream's structure, on the same device.
+            selective_readout: compute in the last layer only what the readout rows need; False is an ablation.
         """
         raise NotImplementedError
 

@@ -213,8 +213,8 @@ class Qwen35ForDecision(ForDecision):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
-        hidden_states_ND: Tensor = self.model(tokens_T, meta, selective_readout=self.selective_readout)
+    def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
+        hidden_states_ND: Tensor = self.model(tokens_T, meta, selective_readout=selective_readout)
         return hidden_states_ND
 
 

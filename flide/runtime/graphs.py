@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from flide.runtime.tree import TreeLayout
 logger = logging.getLogger("flide.engine")
 
 GraphMode = Literal["explicit", "reduce-overhead", "off"]
+_CAPTURING = threading.Lock()  # a capture does not survive that another thread synchronizes the device
 ROUNDS_IN_FLIGHT = 2  # one runs while the next is packed
 
 
@@ -72,6 +74,7 @@ class CudaStreams:
         max_prompt_tokens: longest trunk there will be.
         compile: through ``torch.compile``; otherwise kernels and layers run, or are captured, eagerly.
         graphs: "explicit" captures CUDA graphs here, "reduce-overhead" lets ``torch.compile`` do it, "off" has none.
+        selective_readout: see ``ForDecision.forward``.
 
     Attributes:
         limit: what rounds of several requests must keep within.
@@ -87,6 +90,7 @@ class CudaStreams:
         max_prompt_tokens: int,
         compile: bool,
         graphs: GraphMode,
+        selective_readout: bool = True,
     ) -> None:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
@@ -98,14 +102,14 @@ class CudaStreams:
         self.report = StartReport()
         self._mode = graphs
         self._device = label_rows_LD.device
-        step = decision_step(model, label_rows_LD)
+        step = decision_step(model, label_rows_LD, selective_readout=selective_readout)
         mode = "reduce-overhead" if graphs == "reduce-overhead" else None
         self._step: Step = compile_step(step, mode=mode) if compile else step
         # Streams that no capacity holds must not be recorded. (Compiled when the first one comes.)
         self._uncaptured = compile_step(step) if graphs == "reduce-overhead" else self._step
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graphs: dict[StreamCapacity, _Graph] = {}
-        pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
+        self._pages = pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
         before = torch.cuda.memory_allocated(self._device)
         model.allocate_pools(pages=pages, parents=MAX_REQUESTS)
         self._pool_bytes = torch.cuda.memory_allocated(self._device) - before
@@ -122,9 +126,17 @@ class CudaStreams:
         ]
         torch.cuda.synchronize(self._device)  # the weights and pools were filled on another stream
 
-    @torch.inference_mode()
     def start(self) -> None:
-        """Compile and capture, largest capacity first, all graphs in one pool; on the thread that will run them."""
+        """Compile and capture, largest capacity first, all graphs in one pool; on the thread that will run them.
+
+        Meanwhile no other thread of the process may synchronize a device or give its cached memory back. Engines that
+        start at the same time wait for each other.
+        """
+        with _CAPTURING:
+            self._start()
+
+    @torch.inference_mode()
+    def _start(self) -> None:
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
         began = time.perf_counter()
@@ -158,11 +170,14 @@ class CudaStreams:
             needed: what they need together.
 
         Raises:
-            ValueError: more trunks, or branches with leaves, than there is scratch for.
+            ValueError: more trunks, or branches with leaves, than there is scratch for; longer trunks than there are
+                pages for.
         """
         parents = len(layouts) if needed.depth == 2 else sum(layout.num_parents for layout in layouts)
         if parents > MAX_REQUESTS:
             raise ValueError(f"a round has at most {MAX_REQUESTS} trunks and branches with children, got {parents}")
+        if needed.pages > self._pages:
+            raise ValueError(f"a round of {needed.pages} KV pages, and there are {self._pages}")
         capacity = smallest_that_holds(self.capacities, needed)
         graph = self._graphs.get(capacity) if capacity is not None else None
         return self._run_uncaptured(layouts, needed) if graph is None else self._replay(graph, layouts, needed)
@@ -219,7 +234,7 @@ class CudaStreams:
         self._step(meta.tokens, meta)  # loads what a capture must not load
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it gives all cached memory back each time. Other threads may go on using CUDA.
+        # Not torch.cuda.graph: it gives all cached memory back each time.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             logits_NL = self._step(meta.tokens, meta)

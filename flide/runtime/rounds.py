@@ -103,7 +103,6 @@ class RoundRunner:
         model_name: str,
     ) -> None:
         self._model_name = model_name
-        model.selective_readout = config.selective_readout
         device = model.lm_head.weight.device
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
         if device.type == "cuda":
@@ -118,11 +117,14 @@ class RoundRunner:
                 max_prompt_tokens=max_prompt_tokens,
                 compile=compile,
                 graphs=config.resolve_graphs(device),
+                selective_readout=config.selective_readout,
             )
             self.limit = self.streams.limit
         else:
             config.resolve_graphs(device)
-            self.streams = Streams(model, model.label_rows(label_ids), compile=compile)
+            self.streams = Streams(
+                model, model.label_rows(label_ids), compile=compile, selective_readout=config.selective_readout
+            )
             self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED)
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)

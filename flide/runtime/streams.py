@@ -69,12 +69,15 @@ class Streams:
         model: on its device, in eval mode.
         label_rows_LD: ``model.label_rows(...)``.
         compile: through ``torch.compile``; sizes are then padded, so that one graph serves them all.
+        selective_readout: see ``ForDecision.forward``.
     """
 
-    def __init__(self, model: ForDecision, label_rows_LD: Tensor, *, compile: bool) -> None:
+    def __init__(
+        self, model: ForDecision, label_rows_LD: Tensor, *, compile: bool, selective_readout: bool = True
+    ) -> None:
         self._compile = compile
         self.report = StartReport()
-        self._step = decision_step(model, label_rows_LD)
+        self._step = decision_step(model, label_rows_LD, selective_readout=selective_readout)
         if compile:
             self._step = compile_step(self._step)
 
@@ -97,11 +100,11 @@ class Streams:
         return Ready(self._step(meta.tokens, meta)[: needed.readouts].numpy())
 
 
-def decision_step(model: ForDecision, label_rows_LD: Tensor) -> Step:
+def decision_step(model: ForDecision, label_rows_LD: Tensor, *, selective_readout: bool = True) -> Step:
     """The callable that is compiled and captured: a stream to its label logits ``[N, L]``."""
 
     def step(tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
-        return model.label_logits(model(tokens_T, meta), label_rows_LD)
+        return model.label_logits(model(tokens_T, meta, selective_readout=selective_readout), label_rows_LD)
 
     return step
 

@@ -124,8 +124,12 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
 
 
 def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None) -> _Round | None:
-    """Start the next round, then finish the one before it."""
+    """Start the next round, then finish the one before it (first, where starting may take long: nothing was captured
+    for the next)."""
     batch = _next_round(waiting, runner)
+    if running is not None and any(not runner.limit.holds(job.prepared.needed) for job in batch):
+        running.finish()
+        running = None
     following = _Round(runner, batch) if batch else None
     if running is not None:
         running.finish()

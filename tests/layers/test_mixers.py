@@ -18,7 +18,7 @@ from flide.layers import (
     RotaryTables,
     apply_rotary,
 )
-from flide.runtime import ForkMetadata, StreamCapacity, TrunkCache
+from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from tests.ops.naive import (
     SMALL_TREES,
     DeltaInputs,
@@ -270,3 +270,18 @@ def test_one_compilation_serves_rounds_of_one_capacity(make: Callable[[], nn.Mod
             out = compiled(hidden, rotary, meta, meta.readout_rows)
         assert relative_error(out, mixer(hidden, rotary, meta, meta.readout_rows)) <= FP32_RELATIVE
     torch.compiler.reset()
+
+
+def test_hooks_of_head_norms_are_called() -> None:
+    attention = GatedForkAttention(32, 4, 2, 16)
+    attention.q_norm, attention.k_norm = RMSNorm(16, 1e-6), RMSNorm(16, 1e-6)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter)
+    meta = ForkMetadata.pack([TokenTree([1] * 5, (TokenTree([2] * 3),))])
+    x, tables = torch.randn(8, 32), RotaryEmbedding(8, 1e4)(meta.positions)
+    plain = attention(x, tables, meta)
+    seen: list[int] = []
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(attention(x, tables, meta), plain)
+    assert len(seen) == 2

@@ -19,6 +19,7 @@ from flide.layers import (
     RotaryTables,
     apply_rotary,
 )
+from flide.layers.residual import add_residual
 from tests.oracle import tiny_config
 from tests.tolerance import FP32_ROUNDING, LOW_PRECISION_BUDGET
 
@@ -233,3 +234,11 @@ def test_norms_in_low_precision_cost_no_more_than_rounding(dtype: torch.dtype) -
     exact = norm(x)
     best = (norm(x.to(dtype).float()).to(dtype).float() - exact).abs().max()
     assert (norm(x.to(dtype)).float() - exact).abs().max() <= LOW_PRECISION_BUDGET * best
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float64", "float64")])
+def test_residual_sum_has_the_bits_of_the_sum(dtypes: tuple[str, str]) -> None:
+    a, b = (torch.randn(50, 7).to(getattr(torch, dtype)) for dtype in dtypes)
+    total = add_residual(a, b)
+    assert total.dtype == (a + b).dtype
+    assert torch.equal(total, a + b)

@@ -356,3 +356,18 @@ def test_a_runner_that_cannot_start_is_reported_and_leaves_no_thread() -> None:
         start(runner)
     runner.thread.join(TIMEOUT)
     assert not runner.thread.is_alive()
+
+
+def test_a_round_that_nothing_was_captured_for_does_not_hold_up_the_one_before_it(gate: Gate) -> None:
+    runner = Runner(gate)
+    runner.starts_ahead = True
+    worker = start(runner, max_tokens=2)
+    held_up(worker, gate)
+    jobs = [*jobs_of("a"), *jobs_of("huge", num_tokens=50)]
+    worker.submit(jobs)
+    gate.opened.set()
+    for job in jobs:
+        job.future.result(TIMEOUT)
+    order = [("begin", "first"), ("begin", "a"), ("finish", "first"), ("finish", "a"), ("begin", "huge")]
+    assert runner.log == [*order, ("finish", "huge")]
+    worker.close()
