@@ -1,11 +1,12 @@
-"""The command line: ``flide decide`` and ``flide info``. Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted."""
+"""The command line: ``flide decide``, ``flide eval`` and ``flide info``.
+
+Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
-import json
 import logging
 import os
 import signal
@@ -14,12 +15,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from flide.console import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    OutputError,
+    add_model_options,
+    open_engine,
+    print_line,
+    tell,
+    write_json,
+)
 from flide.errors import RequestError
 from flide.version import __version__
 
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 LINES_AT_ONCE = 64
 
@@ -55,38 +64,37 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.ERROR, stream=sys.stderr)
     try:
         if sys.stdout is None:
-            raise _OutputError("standard output is closed")
+            raise OutputError("standard output is closed")
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except _OutputError as error:
+    except OutputError as error:
         if not isinstance(error.__cause__, BrokenPipeError):  # the reader left (`| head`)
-            _tell(error)
+            tell(error)
         return FAILED
     except (ValueError, OSError) as error:
-        _tell(error)
+        tell(error)
         return BAD_INPUT
     except (RuntimeError, MemoryError) as error:
-        _tell(error)
+        tell(error)
         return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
+    from flide.evaluation.cli import add_eval
+
     parser = argparse.ArgumentParser(prog="flide", description="Typed questions about a state, answered exactly.")
     parser.add_argument("--version", action="version", version=f"flide {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     decide = commands.add_parser("decide", help="answer a System One body, or one per line of a JSONL file")
     decide.add_argument("file", metavar="FILE", help="JSON or JSONL file; - reads standard input")
-    decide.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
-    decide.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
-    decide.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
-    decide.add_argument(
-        "--compile", action="store_true", help="compile the model first: takes up to a minute, pays off for long files"
-    )
+    add_model_options(decide)
     decide.add_argument("--jsonl", action="store_true", help="one body per line, whatever the file is called")
     decide.add_argument("--pretty", action="store_true", help="indent the answers")
     decide.set_defaults(run=_decide)
+
+    add_eval(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")
@@ -102,11 +110,11 @@ def _decide(arguments: argparse.Namespace) -> int:
     if arguments.jsonl or Path(arguments.file).suffix.lower() in JSONL_SUFFIXES or _is_jsonl(data):
         return _decide_lines(arguments, data.split(b"\n"))
     request = parse_body(_parse_file(data))
-    with _engine(arguments) as engine:
+    with open_engine(arguments) as engine:
         (result,) = engine.decide([request], return_exceptions=True)
     if isinstance(result, Exception):
         raise RequestError(result.errors) if isinstance(result, RequestError) else result  # there is only one request
-    _write(result.to_dict(), pretty=arguments.pretty)
+    write_json(result.to_dict(), pretty=arguments.pretty)
     return 0
 
 
@@ -120,7 +128,7 @@ def _decide_lines(arguments: argparse.Namespace, lines: list[bytes]) -> int:
     # Where the answers are shown they are the progress.
     silent = not sys.stderr.isatty() or sys.stdout.isatty()
     with (
-        _engine(arguments) as engine,
+        open_engine(arguments) as engine,
         tqdm(total=len(numbered), unit="request", disable=silent, file=sys.stderr) as progress,
     ):
         for start in range(0, len(numbered), LINES_AT_ONCE):
@@ -137,9 +145,9 @@ def _decide_lines(arguments: argparse.Namespace, lines: list[bytes]) -> int:
                 result = refused if refused is not None else next(results)
                 if isinstance(result, Exception):
                     codes.add(BAD_INPUT if isinstance(result, RequestError) else FAILED)
-                    _write({"error": _describe(result), "line": number}, pretty=arguments.pretty)
+                    write_json({"error": _describe(result), "line": number}, pretty=arguments.pretty)
                 else:
-                    _write(result.to_dict(), pretty=arguments.pretty)
+                    write_json(result.to_dict(), pretty=arguments.pretty)
                 progress.update()
     return FAILED if FAILED in codes else max(codes)
 
@@ -185,60 +193,17 @@ def _is_jsonl(data: bytes) -> bool:
     return False
 
 
-def _engine(arguments: argparse.Namespace) -> Any:
-    from flide.runtime.config import EngineConfig
-    from flide.runtime.engine import EMBEDDED_MODEL, Engine
-
-    # One answer does not wait for a compiler, and a handful of graphs is no use to it.
-    graphs: Any = "auto" if arguments.compile else "off"
-    config = EngineConfig(
-        device=arguments.device, dtype=arguments.dtype, compile=bool(arguments.compile), graphs=graphs
-    )
-    if arguments.model is not None:
-        return Engine.from_pretrained(arguments.model, config)
-    _tell(f"{EMBEDDED_MODEL} is a random model: its answers mean nothing; see --model")
-    return Engine.default(config)
-
-
 def _info(arguments: argparse.Namespace) -> int:
     from flide.models.summary import summarize
 
     summary = summarize(arguments.model)
     if arguments.json:
-        _write(summary, pretty=False)
+        write_json(summary, pretty=False)
         return 0
     width = max(map(len, summary))
     for name, value in summary.items():
-        _print(f"{name.replace('_', ' '):<{width}}  {value}")
+        print_line(f"{name.replace('_', ' '):<{width}}  {value}")
     return 0
-
-
-class _OutputError(Exception):
-    """Standard output cannot be written."""
-
-
-def _write(value: Any, *, pretty: bool) -> None:
-    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    _print(json.dumps(value, ensure_ascii=not is_utf8, indent=2 if pretty else None))
-
-
-def _print(line: str) -> None:
-    encoding = sys.stdout.encoding or "ascii"
-    try:
-        sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        # Python must not try again, and complain, when it flushes at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _OutputError(f"cannot write to standard output: {error.strerror or error}") from error
-
-
-def _tell(message: str | Exception) -> None:
-    """One line on standard error, whatever the message quotes."""
-    text = " ".join(str(message).split()) or type(message).__name__
-    with contextlib.suppress(OSError):
-        print("flide:", "".join(c if c.isprintable() else "?" for c in text), file=sys.stderr)
 
 
 def _describe(error: Exception) -> Any:

@@ -1,0 +1,83 @@
+"""What the commands share: exit codes, the options that name a model, and output for any terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class OutputError(Exception):
+    """Standard output cannot be written."""
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`open_engine` reads."""
+    parser.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model first: takes up to a minute, pays off for long files"
+    )
+
+
+def open_engine(arguments: argparse.Namespace) -> Any:
+    """The engine that the arguments ask for.
+
+    Raises:
+        ValueError: as ``Engine.from_pretrained``.
+    """
+    from flide.runtime.config import EngineConfig
+    from flide.runtime.engine import EMBEDDED_MODEL, Engine
+
+    # One answer does not wait for a compiler, and a handful of graphs is no use to it.
+    graphs: Any = "auto" if arguments.compile else "off"
+    config = EngineConfig(
+        device=arguments.device, dtype=arguments.dtype, compile=bool(arguments.compile), graphs=graphs
+    )
+    if arguments.model is not None:
+        return Engine.from_pretrained(arguments.model, config)
+    tell(f"{EMBEDDED_MODEL} is a random model: its answers mean nothing; see --model")
+    return Engine.default(config)
+
+
+def write_json(value: Any, *, pretty: bool = False) -> None:
+    """Print a JSON value, escaped where standard output is not UTF-8."""
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print_line(json.dumps(value, ensure_ascii=not is_utf8, indent=2 if pretty else None))
+
+
+def print_line(line: str) -> None:
+    """Print a line at once, with what the encoding lacks escaped.
+
+    Raises:
+        OutputError: standard output cannot be written.
+    """
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # Python must not try again, and complain, when it flushes at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def tell(message: str | Exception) -> None:
+    """One line on standard error, whatever the message quotes."""
+    text = " ".join(str(message).split()) or type(message).__name__
+    with contextlib.suppress(OSError):
+        print("flide:", printable(text), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """The text with a ? for every character that could move a cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)
