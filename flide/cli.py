@@ -1,4 +1,4 @@
-"""The command line: ``flide decide``, ``flide eval`` and ``flide info``.
+"""The command line: ``flide decide``, ``flide eval``, ``flide calibrate`` and ``flide info``.
 
 Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -21,6 +21,8 @@ from flide.console import (
     INTERRUPTED,
     OutputError,
     add_model_options,
+    add_temperature_options,
+    given_temperatures,
     open_engine,
     print_line,
     tell,
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from flide.evaluation.cli import add_eval
+    from flide.evaluation.cli import add_calibrate, add_eval
 
     parser = argparse.ArgumentParser(prog="flide", description="Typed questions about a state, answered exactly.")
     parser.add_argument("--version", action="version", version=f"flide {__version__}")
@@ -90,11 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     decide = commands.add_parser("decide", help="answer a System One body, or one per line of a JSONL file")
     decide.add_argument("file", metavar="FILE", help="JSON or JSONL file; - reads standard input")
     add_model_options(decide)
+    add_temperature_options(decide)
     decide.add_argument("--jsonl", action="store_true", help="one body per line, whatever the file is called")
     decide.add_argument("--pretty", action="store_true", help="indent the answers")
     decide.set_defaults(run=_decide)
 
     add_eval(commands)
+    add_calibrate(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")
@@ -110,7 +114,7 @@ def _decide(arguments: argparse.Namespace) -> int:
     if arguments.jsonl or Path(arguments.file).suffix.lower() in JSONL_SUFFIXES or _is_jsonl(data):
         return _decide_lines(arguments, data.split(b"\n"))
     request = parse_body(_parse_file(data))
-    with open_engine(arguments) as engine:
+    with open_engine(arguments, given_temperatures(arguments)) as engine:
         (result,) = engine.decide([request], return_exceptions=True)
     if isinstance(result, Exception):
         raise RequestError(result.errors) if isinstance(result, RequestError) else result  # there is only one request
@@ -128,7 +132,7 @@ def _decide_lines(arguments: argparse.Namespace, lines: list[bytes]) -> int:
     # Where the answers are shown they are the progress.
     silent = not sys.stderr.isatty() or sys.stdout.isatty()
     with (
-        open_engine(arguments) as engine,
+        open_engine(arguments, given_temperatures(arguments)) as engine,
         tqdm(total=len(numbered), unit="request", disable=silent, file=sys.stderr) as progress,
     ):
         for start in range(0, len(numbered), LINES_AT_ONCE):

@@ -28,8 +28,29 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_engine(arguments: argparse.Namespace) -> Any:
+def add_temperature_options(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`given_temperatures` reads."""
+    text = "divide logits by T, in place of what is stored beside the model"
+    parser.add_argument("--temperature", metavar="T", type=float, help=text)
+    for name in ("noul", "choice", "score"):
+        parser.add_argument(
+            f"--temperature-{name}", metavar="T", type=float, help=f"of {name}s, in place of --temperature"
+        )
+
+
+def given_temperatures(arguments: argparse.Namespace) -> dict[str, float]:
+    """Question type -> temperature, of the types that the arguments give one."""
+    given = {name: getattr(arguments, f"temperature_{name}") for name in ("noul", "choice", "score")}
+    given = {name: arguments.temperature if value is None else value for name, value in given.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def open_engine(arguments: argparse.Namespace, temperatures: dict[str, float] | None = None) -> Any:
     """The engine that the arguments ask for.
+
+    Args:
+        arguments: of a parser with :func:`add_model_options`.
+        temperatures: in place of those stored beside the model.
 
     Raises:
         ValueError: as ``Engine.from_pretrained``.
@@ -40,7 +61,11 @@ def open_engine(arguments: argparse.Namespace) -> Any:
     # One answer does not wait for a compiler, and a handful of graphs is no use to it.
     graphs: Any = "auto" if arguments.compile else "off"
     config = EngineConfig(
-        device=arguments.device, dtype=arguments.dtype, compile=bool(arguments.compile), graphs=graphs
+        device=arguments.device,
+        dtype=arguments.dtype,
+        compile=bool(arguments.compile),
+        graphs=graphs,
+        temperatures=temperatures,
     )
     if arguments.model is not None:
         return Engine.from_pretrained(arguments.model, config)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flide.errors import RequestError
-from flide.evaluation.metrics import TYPES, Evaluation, LabelledAnswer, Metrics, check_temperature, temper
+from flide.evaluation.metrics import TYPES, Evaluation, LabelledAnswer, Metrics
 from flide.evaluation.rows import LabelledRow, RowError
 from flide.runtime.engine import Engine
 
@@ -43,7 +43,6 @@ def check_rows(engine: Engine, rows: Sequence[LabelledRow]) -> list[RowError]:
 def answer_rows(
     engine: Engine,
     rows: Sequence[LabelledRow],
-    temperatures: Mapping[str, float] | None = None,
     *,
     on_progress: Callable[[int], object] | None = None,
 ) -> list[LabelledAnswer]:
@@ -52,19 +51,12 @@ def answer_rows(
     Args:
         engine: what answers.
         rows: with what should be answered.
-        temperatures: type -> temperature, 1 where missing; see :func:`~flide.evaluation.temper`.
         on_progress: called with the number of rows that were answered since it was called last.
 
     Raises:
-        ValueError: a temperature is not a finite number above 0, or not of a type.
         RequestError: the engine refuses a row; see :func:`check_rows`.
         RuntimeError: the model fails on a row; the message names its line.
     """
-    temperatures = temperatures or {}
-    for name, temperature in temperatures.items():
-        if name not in TYPES:
-            raise ValueError(f"a temperature belongs to one of {', '.join(TYPES)}, not to {name!r}")
-        check_temperature(temperature)
     answers: list[LabelledAnswer] = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         batch = rows[start : start + ROWS_AT_ONCE]
@@ -76,8 +68,7 @@ def answer_rows(
                 raise RuntimeError(f"line {row.line}: {str(decision) or type(decision).__name__}") from decision
             for question_id, target in row.targets.items():
                 answer = decision[question_id]
-                probabilities = temper(tuple(answer.probabilities.values()), temperatures.get(answer.type, 1.0))
-                options = tuple(answer.probabilities)
+                options, probabilities = tuple(answer.probabilities), tuple(answer.probabilities.values())
                 answers.append(LabelledAnswer(row.line, question_id, answer.type, options, probabilities, target))
         if on_progress is not None:
             on_progress(len(batch))
@@ -91,7 +82,7 @@ class Report:
     Attributes:
         model: name of the model.
         data: name of the file of labelled rows.
-        temperatures: type -> the temperature its probabilities were brought to, 1 where missing.
+        temperatures: type -> the temperature of its logits, 1 where missing.
         evaluation: the metrics.
     """
 

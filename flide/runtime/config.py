@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from flide.runtime.calibration import check_temperatures
 from flide.runtime.capacity import ALIGN, SMALLEST
 
 ROUND_TOKENS_CPU = 4096
@@ -34,6 +36,8 @@ class EngineConfig:
         graphs: CUDA graphs, one per capacity. "explicit" captures the compiled model, or the eager one;
             "reduce-overhead" leaves it to ``torch.compile``; "off" launches every kernel of every round; "auto" is the
             fastest, "explicit".
+        temperatures: question type ("noul", "choice", "score") -> temperature that its logits are divided by. It
+            replaces what is stored beside the model (``flide calibrate``); types that are missing keep that.
         fork: share a request's state between its questions. False is an ablation: every question runs alone.
         selective_readout: compute only the rows that are read in the last layer. False is an ablation.
     """
@@ -46,6 +50,7 @@ class EngineConfig:
     model_name: str | None = None
     compile: bool | None = None
     graphs: Literal["auto", "explicit", "reduce-overhead", "off"] = "auto"
+    temperatures: Mapping[str, float] | None = None
     fork: bool = True
     selective_readout: bool = True
 
@@ -63,6 +68,8 @@ class EngineConfig:
             raise ValueError(f"graphs must be one of {', '.join(GRAPH_MODES)}, got {self.graphs!r}")
         if self.graphs == "reduce-overhead" and self.compile is False:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
+        if self.temperatures is not None:
+            check_temperatures(self.temperatures)
         self.resolve_dtype()
 
     def resolve_device(self) -> torch.device:

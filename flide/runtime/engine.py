@@ -20,6 +20,7 @@ from flide.models.auto import family_of
 from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.weights import resolve_directory
+from flide.runtime.calibration import load_temperatures
 from flide.runtime.config import KV_MEMORY_SHARE, EngineConfig
 from flide.runtime.decision import Decision, joined
 from flide.runtime.prompt import ChatFormat
@@ -102,9 +103,9 @@ class Engine:
         family = family_of(read_config(directory))
         tokenizer = PromptTokenizer.from_pretrained(directory)
         model = family.from_pretrained(directory, dtype=config.resolve_dtype(), device=device)
-        if config.model_name is None:
-            config = replace(config, model_name=_name_of(path, directory))
-        return cls(model, tokenizer, config)
+        temperatures = {**load_temperatures(directory), **(config.temperatures or {})}
+        name = _name_of(path, directory) if config.model_name is None else config.model_name
+        return cls(model, tokenizer, replace(config, model_name=name, temperatures=temperatures))
 
     @classmethod
     def default(cls, config: EngineConfig | None = None) -> Self:

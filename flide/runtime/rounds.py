@@ -5,7 +5,7 @@ Shapes: N readout rows, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,8 +62,16 @@ class PreparedRequest:
 class PendingRound:
     """A round that has been started."""
 
-    def __init__(self, requests: Sequence[PreparedRequest], logits: PendingLogits, model_name: str) -> None:
-        self._requests, self._logits, self._model_name = requests, logits, model_name
+    def __init__(
+        self,
+        requests: Sequence[PreparedRequest],
+        logits: PendingLogits,
+        *,
+        model_name: str,
+        temperatures: Mapping[str, float],
+    ) -> None:
+        self._requests, self._logits = requests, logits
+        self._model_name, self._temperatures = model_name, temperatures
 
     def results(self) -> list[Decision | ModelOutputError]:
         """Wait for the answers of every request, in order. To be called once."""
@@ -72,9 +80,29 @@ class PendingRound:
         row = 0
         for request in self._requests:
             count = len(request.num_options)
-            results.append(_decide(request, logits_NL[row : row + count], self._model_name))
+            results.append(self._decide(request, logits_NL[row : row + count]))
             row += count
         return results
+
+    def _decide(self, prepared: PreparedRequest, logits_NL: NDArray[np.float32]) -> Decision | ModelOutputError:
+        questions = prepared.request.questions
+        counts = np.array(prepared.num_options)
+        logits_NO = logits_NL[:, : counts.max()].astype(np.float64)
+        is_option_NO = np.arange(logits_NO.shape[1]) < counts[:, None]
+        if not np.isfinite(logits_NO, where=is_option_NO, out=np.ones_like(is_option_NO)).all():
+            return ModelOutputError("the model produced logits that are not finite")
+        if self._temperatures:
+            logits_NO /= np.array([[self._temperatures.get(question.type, 1.0)] for question in questions.values()])
+        logits_NO[~is_option_NO] = -np.inf
+        weights = np.exp(logits_NO - logits_NO.max(1, keepdims=True)).tolist()
+        answers = {
+            question_id: answer_question(question, row[:count])
+            for (question_id, question), row, count in zip(
+                questions.items(), weights, prepared.num_options, strict=True
+            )
+        }
+        usage = Usage(input_tokens=prepared.needed.tokens, output_tokens=len(answers))
+        return Decision(model=self._model_name, answers=answers, usage=usage)
 
 
 class RoundRunner:
@@ -102,7 +130,7 @@ class RoundRunner:
         max_prompt_tokens: int,
         model_name: str,
     ) -> None:
-        self._model_name = model_name
+        self._model_name, self._temperatures = model_name, dict(config.temperatures or {})
         device = model.lm_head.weight.device
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
         if device.type == "cuda":
@@ -141,22 +169,4 @@ class RoundRunner:
         for request in requests[1:]:
             needed = needed + request.needed
         logits = self.streams.submit([request.layout for request in requests], needed)
-        return PendingRound(requests, logits, self._model_name)
-
-
-def _decide(prepared: PreparedRequest, logits_NL: NDArray[np.float32], model_name: str) -> Decision | ModelOutputError:
-    counts = np.array(prepared.num_options)
-    logits_NO = logits_NL[:, : counts.max()].astype(np.float64)
-    is_option_NO = np.arange(logits_NO.shape[1]) < counts[:, None]
-    if not np.isfinite(logits_NO, where=is_option_NO, out=np.ones_like(is_option_NO)).all():
-        return ModelOutputError("the model produced logits that are not finite")
-    logits_NO[~is_option_NO] = -np.inf
-    weights = np.exp(logits_NO - logits_NO.max(1, keepdims=True)).tolist()
-    answers = {
-        question_id: answer_question(question, row[:count])
-        for (question_id, question), row, count in zip(
-            prepared.request.questions.items(), weights, prepared.num_options, strict=True
-        )
-    }
-    usage = Usage(input_tokens=prepared.needed.tokens, output_tokens=len(answers))
-    return Decision(model=model_name, answers=answers, usage=usage)
+        return PendingRound(requests, logits, model_name=self._model_name, temperatures=self._temperatures)

@@ -14,7 +14,7 @@ import pytest
 
 from flide.cli import main
 from flide.evaluation import report as reports
-from flide.evaluation.metrics import LabelledAnswer, evaluate, temper
+from flide.evaluation.metrics import LabelledAnswer, evaluate
 from flide.evaluation.report import Report, answer_rows, check_drawing, check_rows
 from flide.evaluation.rows import LabelledRow, read_rows
 from flide.runtime.engine import EMBEDDED_MODEL, Engine, embedded_model_directory
@@ -280,7 +280,7 @@ def test_answers_are_in_the_order_of_their_targets(engine: Engine) -> None:
     lines = [json.dumps(row(3)), json.dumps(row(4, targets={"anger": [0, 1, 1]}))]
     rows = rows_of(lines, partial=True)
     progress: list[int] = []
-    answers = answer_rows(engine, rows, {"choice": 2.0}, on_progress=progress.append)
+    answers = answer_rows(engine, rows, on_progress=progress.append)
     assert progress == [2]
     assert [(a.row, a.question_id, a.type) for a in answers] == [
         (1, "damaged", "noul"),
@@ -295,12 +295,8 @@ def test_answers_are_in_the_order_of_their_targets(engine: Engine) -> None:
     assert score.options == ("0", "1", "2")
     assert noul.target == (0, 1)
     assert last.target == (0, 0.5, 0.5)
-    expected = temper(tuple(decision["team"].probabilities.values()), 2)
-    assert choice.probabilities == pytest.approx(expected, abs=1e-6)
+    assert choice.probabilities == pytest.approx(tuple(decision["team"].probabilities.values()), abs=1e-6)
     assert noul.probabilities[0] == pytest.approx(decision["damaged"].value, abs=1e-6)
-    for bad in ({"noul": 0.0}, {"box": 1.0}):
-        with pytest.raises(ValueError, match="temperature"):
-            answer_rows(engine, rows, bad)
     assert check_rows(engine, rows) == []
 
 
