@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import flide
+import flide.evaluation
 from flide.runtime.engine import embedded_model_directory
 from scripts.make_embedded_model import make
 
@@ -54,6 +55,28 @@ def test_import_is_light_and_silent() -> None:
     code = "import sys, flide; assert 'transformers' not in sys.modules, 'transformers is imported with flide'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+from flide.cli import main
+try:
+    main(["--help"])
+except SystemExit as stop:
+    assert not stop.code
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "decide" in done.stdout
+
+
+def test_unknown_names_are_attribute_errors_and_known_ones_are_listed() -> None:
+    for module in (flide, flide.evaluation):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = module.nothing
+    assert set(flide.__all__) <= set(dir(flide))
 
 
 def test_the_logger_is_quiet_by_default() -> None:

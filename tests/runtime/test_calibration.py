@@ -17,7 +17,11 @@ from tests.tolerance import PROBABILITY_FP32
 
 REQUEST = DecisionRequest(
     "The box was crushed.",
-    {"n": Noul("Is it damaged?"), "c": Choice("Which team?", ["shipping", "billing", "sales"]), "s": Score("?", ["a", "b", "c"])},
+    {
+        "n": Noul("Is it damaged?"),
+        "c": Choice("Which team?", ["shipping", "billing", "sales"]),
+        "s": Score("?", ["a", "b", "c"]),
+    },
 )
 
 
