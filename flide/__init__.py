@@ -10,12 +10,11 @@
 For research without the engine see ``flide.models``; for the stream see ``flide.runtime``.
 """
 
-import importlib as _importlib
 import logging as _logging
 from typing import TYPE_CHECKING
-from typing import Any as _Any
 
 from flide.errors import CheckpointError, FlideError, ModelOutputError, RequestError
+from flide.lazy import lazy_exports as _lazy_exports
 from flide.version import __version__
 
 if TYPE_CHECKING:
@@ -25,24 +24,18 @@ if TYPE_CHECKING:
     from flide.runtime.engine import Engine, embedded_model_directory
     from flide.runtime.request import Choice, DecisionRequest, Noul, Score
 
-# Imported when they are asked for: torch takes two seconds, which `flide --help` need not wait for.
-_LATER = {
-    "flide.models": ("AutoModelForDecision",),
-    "flide.runtime.config": ("EngineConfig",),
-    "flide.runtime.decision": ("ChoiceAnswer", "Decision", "NoulAnswer", "ScoreAnswer", "Usage"),
-    "flide.runtime.engine": ("Engine", "embedded_model_directory"),
-    "flide.runtime.request": ("Choice", "DecisionRequest", "Noul", "Score"),
-}
+__getattr__ = _lazy_exports(
+    __name__,
+    {
+        "flide.models": ("AutoModelForDecision",),
+        "flide.runtime.config": ("EngineConfig",),
+        "flide.runtime.decision": ("ChoiceAnswer", "Decision", "NoulAnswer", "ScoreAnswer", "Usage"),
+        "flide.runtime.engine": ("Engine", "embedded_model_directory"),
+        "flide.runtime.request": ("Choice", "DecisionRequest", "Noul", "Score"),
+    },
+)
 
 _logging.getLogger("flide").addHandler(_logging.NullHandler())
-
-
-def __getattr__(name: str) -> _Any:
-    for module, names in _LATER.items():
-        if name in names:
-            value = globals()[name] = getattr(_importlib.import_module(module), name)
-            return value
-    raise AttributeError(f"module 'flide' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+QUESTION_TYPES = ("noul", "choice", "score")  # as in flide.runtime.calibration, which imports torch
 
 
 class OutputError(Exception):
@@ -32,7 +33,7 @@ def add_temperature_options(parser: argparse.ArgumentParser) -> None:
     """The options that :func:`given_temperatures` reads."""
     text = "divide logits by T, in place of what is stored beside the model"
     parser.add_argument("--temperature", metavar="T", type=float, help=text)
-    for name in ("noul", "choice", "score"):
+    for name in QUESTION_TYPES:
         parser.add_argument(
             f"--temperature-{name}", metavar="T", type=float, help=f"of {name}s, in place of --temperature"
         )
@@ -40,7 +41,7 @@ def add_temperature_options(parser: argparse.ArgumentParser) -> None:
 
 def given_temperatures(arguments: argparse.Namespace) -> dict[str, float]:
     """Question type -> temperature, of the types that the arguments give one."""
-    given = {name: getattr(arguments, f"temperature_{name}") for name in ("noul", "choice", "score")}
+    given = {name: getattr(arguments, f"temperature_{name}") for name in QUESTION_TYPES}
     given = {name: arguments.temperature if value is None else value for name, value in given.items()}
     return {name: value for name, value in given.items() if value is not None}
 

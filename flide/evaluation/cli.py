@@ -34,10 +34,8 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "probability for a noul, an option's name or an object of weights for a choice, a level's index or a list "
         "of weights for a score. If any line is bad, all bad lines are listed and nothing runs.",
     )
-    parser.add_argument("--data", metavar="FILE", required=True, help="JSONL file of labelled rows; - reads stdin")
-    add_model_options(parser)
+    _add_common_options(parser)
     add_temperature_options(parser)
-    parser.add_argument("--equal-mass", action="store_true", help="calibration error with bins of equal mass")
     parser.add_argument(
         "--bootstrap", metavar="N", type=int, default=1000, help="resamples for the intervals; 0 for none"
     )
@@ -55,12 +53,16 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "calibration.json into the model's directory and shows the metrics before and after. Rows the model was "
         "trained on, or is judged by, are no use here.",
     )
-    parser.add_argument("--data", metavar="FILE", required=True, help="JSONL file of held-out rows; - reads stdin")
-    add_model_options(parser)
-    parser.add_argument("--equal-mass", action="store_true", help="calibration error with bins of equal mass")
+    _add_common_options(parser)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--out", metavar="DIR", help="write metrics and diagrams there, into before/ and after/")
     parser.set_defaults(run=_calibrate)
+
+
+def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="FILE", required=True, help="JSONL file of labelled rows; - reads stdin")
+    add_model_options(parser)
+    parser.add_argument("--equal-mass", action="store_true", help="calibration error with bins of equal mass")
 
 
 def _eval(arguments: argparse.Namespace) -> int:

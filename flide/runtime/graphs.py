@@ -98,7 +98,7 @@ class CudaStreams:
             raise ValueError("the model belongs to another engine, whose graphs write to its pools")
         model.pools_owner = weakref.ref(self)
         self.capacities = capacity_ladder(max_tokens)
-        self.limit = max(self.capacities, key=lambda capacity: (capacity.tokens, capacity.segments))
+        self.limit = self.capacities[-1]
         self.report = StartReport()
         self._mode = graphs
         self._device = label_rows_LD.device
@@ -148,7 +148,7 @@ class CudaStreams:
         reserved = torch.cuda.memory_reserved(self._device)
         if self._mode != "off":
             pool = torch.cuda.graph_pool_handle()
-            for capacity in sorted(self.capacities, key=lambda c: (c.tokens, c.segments), reverse=True):
+            for capacity in reversed(self.capacities):
                 meta = self._inputs(capacity)
                 self._graphs[capacity] = self._record(meta) if self._mode != "explicit" else self._capture(meta, pool)
             torch.cuda.synchronize(self._device)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flide.errors import ModelOutputError
@@ -157,12 +156,10 @@ class RoundRunner:
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
 
-    @torch.inference_mode()
     def start(self) -> None:
         """Make ready, on the thread that will run the rounds."""
         self.streams.start()
 
-    @torch.inference_mode()
     def begin(self, requests: Sequence[PreparedRequest]) -> PendingRound:
         """Start one round."""
         needed = requests[0].needed

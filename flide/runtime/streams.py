@@ -81,6 +81,7 @@ class Streams:
         if compile:
             self._step = compile_step(self._step)
 
+    @torch.inference_mode()
     def start(self) -> None:
         """Make ready: compile, capture. On the thread that will run the streams, before any other call."""
         if self._compile:
@@ -89,6 +90,7 @@ class Streams:
             self._step(meta.tokens, meta)
             self.report = StartReport(compile_seconds=time.perf_counter() - began)
 
+    @torch.inference_mode()
     def submit(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         """Run one stream.
 

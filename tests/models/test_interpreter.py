@@ -14,8 +14,7 @@ from flide.layers import attention, gated_delta
 from flide.models import Qwen35ForDecision, qwen3_5
 from flide.ops.fork_attention.triton import fork_attention_triton
 from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
-from flide.ops.fork_schedule.reference import fork_schedule_reference
-from flide.ops.launch import launch_table
+from flide.ops.fork_schedule import fork_schedule
 from flide.ops.norm_rotary.triton import norm_rotary_triton
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
@@ -26,18 +25,7 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernel
 
 
 def with_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkMetadata:
-    inputs = (
-        meta.segment_offsets,
-        meta.segment_parents,
-        meta.segment_levels,
-        meta.initial_slots,
-        meta.save_rows,
-        meta.save_slots,
-        meta.row_segments,
-        meta.readout_rows,
-    )
-    block = launch_table(meta.arena.device).query_block(group)
-    return replace(meta, schedule=fork_schedule_reference(*inputs, conv_width=conv_width, query_block=block))
+    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, group=group))
 
 
 def paged(query: Tensor, key: Tensor, value: Tensor, *, kv_pool: Tensor, **rest: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flide.ops import fork_attention_paged, fork_gated_delta_cached
 from flide.ops.fork_attention.reference import fork_attention_reference
 from flide.ops.fork_gated_delta.reference import DeltaCache, fork_gated_delta_reference
-from flide.ops.fork_schedule import ForkSchedule
+from flide.ops.fork_schedule import ForkSchedule, schedule_inputs
 from flide.ops.fork_schedule.reference import fork_schedule_reference
 from flide.ops.launch import SM_86, LaunchTable, launch_table
 from flide.runtime import ForkMetadata, StreamCapacity, TrunkCache
@@ -63,19 +63,6 @@ def schedule_of(meta: ForkMetadata, *, width: int, block: int) -> ForkSchedule:
     like = fork_schedule_reference(*schedule_inputs(meta), conv_width=width, query_block=block)
     poisoned = ForkSchedule(*(torch.full_like(x, -(10**9)) for x in like))
     return fork_schedule_triton(*schedule_inputs(meta), conv_width=width, query_block=block, schedule=poisoned)
-
-
-def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
-    return (
-        meta.segment_offsets,
-        meta.segment_parents,
-        meta.segment_levels,
-        meta.initial_slots,
-        meta.save_rows,
-        meta.save_slots,
-        meta.row_segments,
-        meta.readout_rows,
-    )
 
 
 def assert_same_schedule(meta: ForkMetadata, *, width: int, block: int) -> None:

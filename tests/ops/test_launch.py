@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from flide.ops.fork_schedule import schedule_inputs
 from flide.ops.launch import SM_80, SM_86, SM_90, TABLES, LaunchTable, launch_table, table_of
 from flide.runtime import ForkMetadata, TokenTree
 from flide.runtime.metadata import PAGE_SIZE
@@ -40,16 +41,7 @@ def test_blocks_divide_pages_and_tiles_are_full(table: LaunchTable) -> None:
 def test_the_schedule_and_its_fake_agree(monkeypatch: pytest.MonkeyPatch, table: LaunchTable, group: int) -> None:
     monkeypatch.setattr("flide.ops.fork_schedule.launch_table", lambda device: table)
     meta = ForkMetadata.pack([TokenTree(tuple(range(300)), (TokenTree((1,) * 70), TokenTree((2,))))])
-    inputs = (
-        meta.segment_offsets,
-        meta.segment_parents,
-        meta.segment_levels,
-        meta.initial_slots,
-        meta.save_rows,
-        meta.save_slots,
-        meta.row_segments,
-        meta.readout_rows,
-    )
+    inputs = schedule_inputs(meta)
     torch.library.opcheck(torch.ops.flide.fork_schedule, (*inputs, 4, group))
     tiles = torch.ops.flide.fork_schedule(*inputs, 4, group)[7]
     assert tiles[1] == table.query_block(group)

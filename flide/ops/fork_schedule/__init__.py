@@ -22,7 +22,7 @@ from flide.ops.fork_schedule.reference import ForkSchedule, fork_schedule_refere
 from flide.ops.launch import launch_table
 from flide.runtime.metadata import MAX_SAVES, ForkMetadata
 
-__all__ = ["ForkSchedule", "fork_schedule", "with_schedule"]
+__all__ = ["ForkSchedule", "fork_schedule", "schedule_inputs", "with_schedule"]
 
 _INPUTS = (
     "Tensor segment_offsets, Tensor segment_parents, Tensor segment_levels, Tensor initial_slots, Tensor save_rows,"
@@ -40,19 +40,20 @@ def fork_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkSch
         conv_width: taps of the model's short convolution.
         group: query heads per key/value head; with the device's launch table it says how many rows a tile holds.
     """
-    return ForkSchedule(
-        *torch.ops.flide.fork_schedule(
-            meta.segment_offsets,
-            meta.segment_parents,
-            meta.segment_levels,
-            meta.initial_slots,
-            meta.save_rows,
-            meta.save_slots,
-            meta.row_segments,
-            meta.readout_rows,
-            conv_width,
-            group,
-        )
+    return ForkSchedule(*torch.ops.flide.fork_schedule(*schedule_inputs(meta), conv_width, group))
+
+
+def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
+    """The fields that the op reads, in its order."""
+    return (
+        meta.segment_offsets,
+        meta.segment_parents,
+        meta.segment_levels,
+        meta.initial_slots,
+        meta.save_rows,
+        meta.save_slots,
+        meta.row_segments,
+        meta.readout_rows,
     )
 
 
