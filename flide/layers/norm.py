@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Shapes: leading dims free, D normalised dim."""
+"""Root-mean-square norms. Shapes: leading dims free, R their product, D normalised dim."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from flide.ops.gated_norm import gated_norm
 
 
 class KeepFloat32(nn.Module):
@@ -66,9 +67,10 @@ class GatedRMSNorm(KeepFloat32):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float() * F.silu(gate.float())).to(x.dtype)
+        if x.dim() != 3:
+            x_R1D, gate_R1D = (y.reshape(-1, 1, y.shape[-1]) for y in (x, gate))
+            return gated_norm(x_R1D, gate_R1D, self.weight, eps=self.eps).view(x.shape)
+        return gated_norm(x, gate, self.weight, eps=self.eps)
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)

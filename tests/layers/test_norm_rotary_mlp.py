@@ -77,12 +77,13 @@ def test_reset_rms_norm_only_normalises(offset: float) -> None:
     assert_rounded_alike(norm(randn(ROWS, SIZE)).square().mean(-1), torch.ones(ROWS))
 
 
+@pytest.mark.parametrize("leading", [(ROWS,), (ROWS, 3), (2, ROWS, 3)])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])
-def test_gated_rms_norm_matches_transformers(scale: float) -> None:
+def test_gated_rms_norm_matches_transformers(scale: float, leading: tuple[int, ...]) -> None:
     ours, theirs = GatedRMSNorm(SIZE, 1e-6), hf.Qwen3_5RMSNormGated(SIZE, 1e-6)
     ours.weight.data.copy_(randn(SIZE, seed=1))
     same_weights(ours, theirs)
-    x, gate = randn(ROWS, 3, SIZE) * scale, randn(ROWS, 3, SIZE, seed=2)
+    x, gate = randn(*leading, SIZE) * scale, randn(*leading, SIZE, seed=2)
     assert_rounded_alike(ours(x, gate), theirs(x, gate))
 
 

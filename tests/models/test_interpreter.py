@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flide import embedded_model_directory
-from flide.layers import attention, gated_delta
+from flide.layers import attention, gated_delta, norm
 from flide.models import Qwen35ForDecision, qwen3_5
 from flide.ops.fork_attention.triton import fork_attention_triton
 from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
 from flide.ops.fork_schedule import fork_schedule
+from flide.ops.gated_norm.triton import gated_norm_triton
 from flide.ops.norm_rotary.triton import norm_rotary_triton
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
@@ -65,5 +66,6 @@ def test_kernels_and_references_give_the_same_logits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "fork_attention_paged", paged)
     monkeypatch.setattr(gated_delta, "fork_gated_delta_cached", cached)
     monkeypatch.setattr(attention, "norm_rotary", lambda *inputs, **options: norm_rotary_triton(*inputs, **options))
+    monkeypatch.setattr(norm, "gated_norm", gated_norm_triton)
     logits = model.label_logits(model(meta.tokens, meta), rows)[: len(expected)]
     assert (logits - expected).abs().max() <= LOGITS_FP32 * expected.std()
