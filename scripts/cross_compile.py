@@ -25,6 +25,7 @@ from flide.ops.fork_attention import triton as attention
 from flide.ops.fork_gated_delta import triton as delta
 from flide.ops.fork_schedule import triton as schedule
 from flide.ops.fork_schedule.reference import CHUNK
+from flide.ops.gated_norm import triton as gated_norm
 from flide.ops.launch import TABLES
 from flide.ops.norm_rotary import triton as norm_rotary
 from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
@@ -32,8 +33,9 @@ from flide.runtime.tree import MAX_DEPTH
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes a program may have
 FLOATS = {"p_cos", "p_sin", "p_partial", "p_stats", "p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
-BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_u", "p_q", "p_k", "p_p", "p_v"}
-BFLOATS |= {"p_x", "p_out", "p_pool", "p_conv", "p_to"}
+FLOATS |= {"p_norm_weight"}
+BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_q", "p_k", "p_p", "p_v"}
+BFLOATS |= {"p_x", "p_gate", "p_out", "p_pool", "p_conv", "p_to"}
 SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32", "eps": "fp32", "offset": "fp32"}
 
 
@@ -49,20 +51,20 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
         for cache in (False, True):
             kind = f"{heads} heads, {'cached' if cache else 'fresh'}"
             constants = {"N": heads, "E": 16, "K": 128, "V": 128, "WIDTH": 4, "HAS_CACHE": cache}
+            channels = (32 + heads) * 128
             convolution = {"BR": table.conv_rows, "FAST": True}
+            convolution |= {"C": channels, "S_QKV": channels + 128 * heads + 2 * heads}
             found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, table.conv_warps
-            constants |= {"L": CHUNK, "PRECISION": "tf32", "B": delta.BLOCK, "WINDOW": 4}
+            constants |= {"L": CHUNK, "PRECISION": "tf32", "FAST": True, "LEVELS": CHUNK.bit_length() - 1, "WINDOW": 4}
             found[f"prepare, {kind}"] = delta._prepare_kernel, constants, table.prepare_warps
-    for level, columns in ((0, 16), (0, table.scan_columns), (1, table.scan_columns), (2, table.scan_columns)):
-        constants = {"N": 16, "E": 16, "K": 128, "V": 128, "BV": columns, "L": CHUNK, "LEVEL": level}
-        constants |= {"HAS_CACHE": True, "PRECISION": "tf32", "STAGES": table.scan_stages}
-        found[f"scan, level {level}, {columns} columns"] = delta._scan_kernel, constants, table.scan_warps
-        if level == 0:
-            found[f"scan, level 0, {columns} columns, fresh"] = (
-                delta._scan_kernel,
-                constants | {"HAS_CACHE": False},
-                table.scan_warps,
-            )
+    for level, narrow, cache in ((0, 16, True), (0, 16, False), (0, 32, False), (1, 128, True), (2, 128, True)):
+        columns = table.scan_columns
+        pipelined = level == 0 or columns < delta.UNPIPELINED
+        constants = {"N": 16, "E": 16, "K": 128, "V": 128, "BV": columns, "BV_FEW": min(narrow, columns), "L": CHUNK}
+        constants |= {"LEVEL": level, "HAS_CACHE": cache, "PRECISION": "tf32"}
+        constants |= {"STAGES": table.scan_stages if pipelined else 0}
+        name = f"scan, level {level}, {narrow} columns of few, {'cached' if cache else 'fresh'}"
+        found[name] = delta._scan_kernel, constants, table.scan_warps
     for group in (4, 6):
         for rows in (False, True):
             for depth in (2, 3):
@@ -78,6 +80,9 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
     found["combine readouts"] = attention._combine_kernel, constants, 1
     constants = {"N": 8, "H": 256, "F": 32, "B": norm_rotary.HEADS}
     found["norm and rotary"] = norm_rotary._norm_rotary_kernel, constants, norm_rotary.WARPS
+    for heads in (16, 48):
+        constants = {"N": heads, "V": 128, "VP": 128, "B": gated_norm.HEADS}
+        found[f"gated norm, {heads} heads"] = gated_norm._gated_norm_kernel, constants, gated_norm.WARPS
     return found
 
 

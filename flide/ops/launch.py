@@ -21,7 +21,9 @@ class LaunchTable:
         attention_warps: warps of one attention program.
         attention_stages: pipeline stages of attention's loop over whole blocks of keys.
         conv_rows: stream rows that one convolution program does at a time.
+        conv_programs: convolution programs of a multiprocessor.
         conv_warps: warps of one convolution program.
+        prepare_programs: prepare programs of a multiprocessor.
         prepare_warps: warps of one prepare program.
         scan_columns: value columns of one scan program, at most.
         scan_warps: warps of one scan program.
@@ -33,7 +35,9 @@ class LaunchTable:
     attention_warps: int
     attention_stages: int
     conv_rows: int
+    conv_programs: int
     conv_warps: int
+    prepare_programs: int
     prepare_warps: int
     scan_columns: int
     scan_warps: int
@@ -52,7 +56,9 @@ SM_90 = LaunchTable(
     attention_warps=8,
     attention_stages=2,
     conv_rows=32,
+    conv_programs=8,
     conv_warps=4,
+    prepare_programs=2,
     prepare_warps=4,
     scan_columns=64,
     scan_warps=4,

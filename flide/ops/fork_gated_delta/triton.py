@@ -1,14 +1,14 @@
 """Triton kernels of the forked gated delta rule; the formula stands in ``reference.py``.
 
-One launch convolves, activates and normalises all rows. One *prepare* launch then does all that needs no recurrent
-state, for every chunk of every segment at once: the gates and the inverse of each chunk's triangle, which turns the
-rule inside a chunk into products::
+A *convolution* launch convolves, activates and normalises rows. A *prepare* launch then does all that needs no
+recurrent state, for every chunk of every segment at once: the gates and the inverse of each chunk's triangle, which
+turns the rule inside a chunk into products::
 
-    T = (I + A)^-1;   W = T diag(beta exp(G)) K;   U = T diag(beta) V;   P = tril(exp(G_i - G_j) Q K^T)
+    T = (I + A)^-1 diag(beta);   P = tril(exp(G_i - G_j) Q K^T) T;   W = T^T diag(exp(G_L - G)) K
 
 One *scan* launch per level then runs chunk after chunk, every segment starting from its parent's state by index::
 
-    D = U - W S;   O = diag(exp(G)) Q S + P D;   S <- exp(G_L) S + K^T diag(exp(G_L - G)) D
+    R = V - diag(exp(G)) K S;   O = diag(exp(G)) Q S + P R;   S <- exp(G_L) S + W^T R
 
 Grids are persistent: programs loop up to a count that lies on the device.
 
@@ -26,8 +26,7 @@ from torch import Tensor
 from flide.ops.fork_schedule.reference import CHUNK, ForkSchedule
 from flide.ops.launch import launch_table, num_programs
 
-FEW_SEGMENTS = 64
-BLOCK = 16  # diagonal blocks of the triangle, inverted by powers
+UNPIPELINED = 64  # columns; for 32, a scan without a pipeline read illegal addresses on sm_90 (Triton 3.6)
 
 
 @triton.jit
@@ -49,68 +48,70 @@ def _silu(b_x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _conv_silu(
-    p_qkv,
-    s_qkv,
-    p_weight,
-    p_history,
-    p_window,
-    C,
-    rows,
-    local,
-    m_rows,
-    o_c,
-    WIDTH: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """silu(conv) of some channels ``o_c`` of a chunk's rows, float32; history by index where the segment begins."""
-    b_y = tl.zeros([rows.shape[0], o_c.shape[0]], dtype=tl.float32)
-    for lag in tl.static_range(WIDTH):
-        source = rows - lag
-        m_source = m_rows
-        if lag > 0:
-            m_before = m_rows & (local < lag)
-            before = tl.load(p_history + (lag - 1 - local), mask=m_before, other=-1)
-            source = tl.where(local < lag, before, source)
-            m_source = m_rows & (source >= 0)
-        p_x = p_qkv + source.to(tl.int64)[:, None] * s_qkv + o_c[None, :]
-        b_x = tl.load(p_x, mask=m_source[:, None], other=0.0).to(tl.float32)
-        if HAS_CACHE and lag > 0:
-            m_cached = m_rows & (source <= -2)
-            p_cached = (p_window + (-2 - source).to(tl.int64) * C)[:, None] + o_c[None, :]
-            b_x += tl.load(p_cached, mask=m_cached[:, None], other=0.0).to(tl.float32)
-        b_weight = tl.load(p_weight + o_c * WIDTH + (WIDTH - 1 - lag)).to(tl.float32)
-        b_y += b_x * b_weight[None, :]
-    return _silu(b_y, FAST)
+def _exp(b_x, FAST: tl.constexpr):
+    """exp(x). FAST: the hardware's approximation, without denormals."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.ftz.f32 e, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [b_x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.exp(b_x)
 
 
 @triton.jit
 def _conv_store(
     p_qkv,
-    s_qkv,
     p_to,
     p_weight,
     p_window,
-    C,
-    rows,
+    first,
+    o_r,
     local,
     m_rows,
+    interior,
     p_before,
     channel,
     scale,
     D: tl.constexpr,
     NORM: tl.constexpr,
+    S_QKV: tl.constexpr,
+    C: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Convolve one head's channels of some rows, normalise them for q and k, and store them."""
-    o_c = channel + tl.arange(0, D)
-    b_y = _conv_silu(p_qkv, s_qkv, p_weight, p_before, p_window, C, rows, local, m_rows, o_c, WIDTH, HAS_CACHE, FAST)
+    """silu(conv) of one head's channels of some rows, normalised for q and k, float32 inside; history by index where a
+    segment begins."""
+    o_d = tl.arange(0, D)
+    p_weight += (channel + o_d) * WIDTH
+    b_y = tl.zeros([o_r.shape[0], D], dtype=tl.float32)
+    if interior:  # the common case: whole rows of one segment, and before them its own rows
+        p_x = p_qkv + first.to(tl.int64) * S_QKV + channel + o_r[:, None] * S_QKV + o_d[None, :]
+        for lag in tl.static_range(WIDTH):
+            b_x = tl.load(p_x - lag * S_QKV).to(tl.float32)
+            b_y += b_x * tl.load(p_weight + (WIDTH - 1 - lag)).to(tl.float32)[None, :]
+    else:
+        for lag in tl.static_range(WIDTH):
+            source = first + o_r
+            if lag > 0:
+                m_before = m_rows & (local < lag)
+                before = tl.load(p_before + (lag - 1 - local), mask=m_before, other=-1)
+                source = tl.where(local < lag, before, source - lag)
+            p_x = p_qkv + source.to(tl.int64)[:, None] * S_QKV + (channel + o_d)[None, :]
+            b_x = tl.load(p_x, mask=(m_rows & (source >= 0))[:, None], other=0.0).to(tl.float32)
+            if HAS_CACHE and lag > 0:
+                p_x = (p_window + (-2 - source).to(tl.int64) * C)[:, None] + (channel + o_d)[None, :]
+                b_x += tl.load(p_x, mask=(m_rows & (source <= -2))[:, None], other=0.0).to(tl.float32)
+            b_y += b_x * tl.load(p_weight + (WIDTH - 1 - lag)).to(tl.float32)[None, :]
+    b_y = _silu(b_y, FAST)
     if NORM:
         b_y *= (tl.rsqrt(tl.sum(b_y * b_y, axis=1) + 1e-6) * scale)[:, None]
-    p_y = p_to + rows.to(tl.int64)[:, None] * C + o_c[None, :]
+    p_y = p_to + first.to(tl.int64) * C + channel + o_r[:, None] * C + o_d[None, :]
     tl.store(p_y, b_y.to(p_to.dtype.element_ty), mask=m_rows[:, None])
 
 
@@ -125,8 +126,8 @@ def _conv_kernel(
     p_history,
     p_root_slots,
     num_segments,
-    s_qkv,
-    C,
+    S_QKV: tl.constexpr,
+    C: tl.constexpr,
     N: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -137,35 +138,39 @@ def _conv_kernel(
     FAST: tl.constexpr,
 ):
     UNITS: tl.constexpr = 2 * E + N
+    o_r = tl.arange(0, BR)
     active = tl.load(p_offsets + num_segments)
     work = tl.program_id(0)
     while work < tl.cdiv(active, BR) * UNITS:
         unit = work % UNITS
-        rows = work // UNITS * BR + tl.arange(0, BR)
-        m_rows = rows < active
-        b_segment = tl.load(p_row_segments + rows, mask=m_rows, other=0)
-        local = rows - tl.load(p_offsets + b_segment)
+        first = work // UNITS * BR
+        m_rows = first + o_r < active
+        b_segment = tl.load(p_row_segments + first + o_r, mask=m_rows, other=0)
+        local = first + o_r - tl.load(p_offsets + b_segment)
+        interior = (tl.min(local, axis=0) >= WIDTH - 1) & (first + BR <= active)
         p_before = p_history + b_segment * (WIDTH - 1)
-        p_window = p_conv_pool + rows * 0
+        p_window = p_conv_pool + local * 0
         if HAS_CACHE:
             p_window += tl.load(p_root_slots + b_segment).to(tl.int64) * (WIDTH - 1) * C
         if unit < 2 * E:
             scale = tl.where(unit < E, K**-0.5, 1.0)
             _conv_store(
                 p_qkv,
-                s_qkv,
                 p_to,
                 p_weight,
                 p_window,
-                C,
-                rows,
+                first,
+                o_r,
                 local,
                 m_rows,
+                interior,
                 p_before,
                 unit * K,
                 scale,
                 K,
                 True,
+                S_QKV,
+                C,
                 WIDTH,
                 HAS_CACHE,
                 FAST,
@@ -173,19 +178,21 @@ def _conv_kernel(
         else:
             _conv_store(
                 p_qkv,
-                s_qkv,
                 p_to,
                 p_weight,
                 p_window,
-                C,
-                rows,
+                first,
+                o_r,
                 local,
                 m_rows,
+                interior,
                 p_before,
                 2 * E * K + (unit - 2 * E) * V,
                 1.0,
                 V,
                 False,
+                S_QKV,
+                C,
                 WIDTH,
                 HAS_CACHE,
                 FAST,
@@ -204,35 +211,23 @@ def _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, o_c, C):
 
 
 @triton.jit
-def _unit_lower_inverse(b_a, PRECISION: tl.constexpr, EXACT: tl.constexpr, L: tl.constexpr, B: tl.constexpr):
-    """(I + A)^-1 for strictly lower ``b_a`` [L, L], by products: first of its B x B diagonal blocks, then of the rest.
+def _unit_lower_inverse(b_a, dtype: tl.constexpr, PRECISION: tl.constexpr, L: tl.constexpr, LEVELS: tl.constexpr):
+    """(I + A)^-1 for strictly lower ``b_a`` [L, L], L = 2^LEVELS, from the inverses of ever larger diagonal blocks.
 
-    A strictly lower block of order 16 has (I + A)^-1 = (I - A)(I + A^2)(I + A^4)(I + A^8). With D the inverse of the
-    block diagonal and A' the part below it, (I + A)^-1 = (I + D A')^-1 D, and X = D A' is nilpotent of order L / B = 4,
-    so that (I + X)^-1 = (I - X)(I + X^2). The powers inside a block can grow (to 6435 for equal keys that never decay)
-    and are multiplied more exactly.
+    With T the inverse of the blocks of 2^k rows and B what of A lies in blocks of twice that size but below those,
+    T - T B T is the inverse of the blocks of 2^(k + 1) rows. Every T is a product of contractions, its entries at most
+    2, so half precision (the mantissa of tf32) neither overflows nor lets errors grow.
     """
-    NB: tl.constexpr = L // B
-    o_b = tl.arange(0, NB)
-    o_i = tl.arange(0, B)
-    m_diagonal = (o_b[:, None] == o_b[None, :])[:, None, :, None]
-    # Inside a block A is nilpotent of order 16: (I + A)^-1 = (I - A)(I + A^2)(I + A^4)(I + A^8).
-    b_n = tl.sum(tl.where(m_diagonal, tl.reshape(b_a, (NB, B, NB, B)), 0.0), axis=2)
-    b_eye = (o_i[:, None] == o_i[None, :])[None, :, :].to(tl.float32)
-    b_inverse = b_eye - b_n
-    b_n = tl.dot(b_n, b_n, input_precision=EXACT)
-    b_inverse += tl.dot(b_inverse, b_n, input_precision=EXACT)
-    b_n = tl.dot(b_n, b_n, input_precision=EXACT)
-    b_inverse += tl.dot(b_inverse, b_n, input_precision=EXACT)
-    b_n = tl.dot(b_n, b_n, input_precision=EXACT)
-    b_inverse += tl.dot(b_inverse, b_n, input_precision=EXACT)
-    b_d = tl.reshape(tl.where(m_diagonal, b_inverse[:, :, None, :], 0.0), (L, L))
     o_l = tl.arange(0, L)
-    b_below = tl.where((o_l[:, None] // B) > (o_l[None, :] // B), b_a, 0.0)
-    b_x = tl.dot(b_d, b_below, input_precision=PRECISION)
-    b_x2 = tl.dot(b_x, b_x, input_precision=PRECISION)
-    b_y = b_d + tl.dot(b_x2, b_d, input_precision=PRECISION)
-    return b_y - tl.dot(b_x, b_y, input_precision=PRECISION)
+    m_below = tl.where(o_l % 2 == 1, o_l, -1)[:, None] == tl.where(o_l % 2 == 0, o_l + 1, -2)[None, :]
+    b_t = tl.where(o_l[:, None] == o_l[None, :], 1.0, tl.where(m_below, -b_a, 0.0))
+    for level in tl.static_range(1, LEVELS):
+        o_b = o_l >> level
+        m_below = tl.where(o_b % 2 == 1, o_b, -1)[:, None] == tl.where(o_b % 2 == 0, o_b + 1, -2)[None, :]
+        b_c = b_t.to(dtype)
+        b_x = tl.dot(b_c, tl.where(m_below, b_a, 0.0).to(dtype), input_precision=PRECISION)
+        b_t -= tl.dot(b_x.to(dtype), b_c, input_precision=PRECISION)
+    return b_t
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_rows"])
@@ -251,8 +246,8 @@ def _prepare_kernel(
     p_chunk_saves,
     p_history,
     p_root_slots,
+    p_final_slots,
     p_w,
-    p_u,
     p_p,
     p_decay,
     p_total_decay,
@@ -269,11 +264,12 @@ def _prepare_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     L: tl.constexpr,
-    B: tl.constexpr,
+    LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     o_l = tl.arange(0, L)
     o_k = tl.arange(0, K)
@@ -308,35 +304,38 @@ def _prepare_kernel(
         o_c = rows.to(tl.int64)[:, None] * C
         b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_store, other=0.0)
         b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_store, other=0.0)
-        b_v = tl.load(p_conv + o_c + 2 * E * K + i_h * V + o_v[None, :], mask=m_store, other=0.0)
-        b_ratio = tl.exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0))
+        b_ratio = _exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0), FAST)
+        half: tl.constexpr = tl.float16 if FAST else tl.float32
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_P = tl.where(o_l[:, None] >= o_l[None, :], b_P * b_ratio, 0.0)
-        tl.store(p_p + o_row[:, None] * L + o_l[None, :], b_P.to(dtype), mask=m_store)
+        b_P = tl.where(o_l[:, None] >= o_l[None, :], b_P * b_ratio, 0.0).to(half)
         b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         b_A = tl.where(o_l[:, None] > o_l[None, :], b_A * b_beta[:, None] * b_ratio, 0.0)
-        b_T = _unit_lower_inverse(b_A, PRECISION, "ieee" if PRECISION == "ieee" else "tf32x3", L, B)
-        # T scales its columns instead of K and V their rows.
-        b_w = tl.dot((b_T * (b_beta * tl.exp(b_G))[None, :]).to(dtype), b_k, input_precision=PRECISION)
-        tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_store)
-        b_u = tl.dot((b_T * b_beta[None, :]).to(dtype), b_v, input_precision=PRECISION)
-        tl.store(p_u + o_row[:, None] * V + o_v[None, :], b_u.to(dtype), mask=m_store)
-        tl.store(p_total_decay + i_y * N + i_h, b_total)
+        b_T = _unit_lower_inverse(b_A, half, PRECISION, L, LEVELS) * b_beta[None, :]
+        b_P = tl.dot(b_P, b_T.to(half), input_precision=PRECISION)
+        tl.store(p_p + o_row[:, None] * L + o_l[None, :], b_P.to(dtype), mask=m_store)
+        save = -1
         if HAS_CACHE:
-            save = tl.load(p_chunk_saves + i_y).to(tl.int64)
-            if save >= 0:
-                p_hist = p_history + i_s * (WIDTH - 1)
-                p_window = p_conv_pool + tl.load(p_root_slots + i_s).to(tl.int64) * (WIDTH - 1) * C
-                o_w = tl.arange(0, WINDOW)
-                m_w = o_w < WIDTH - 1
-                source = end - (WIDTH - 1) + o_w
-                before = tl.load(p_hist + (begin - 1 - source), mask=m_w & (source < begin), other=-1)
-                source = tl.where(source < begin, before, source)
-                p_to = p_conv_pool + (save * (WIDTH - 1) + o_w)[:, None] * C
-                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, C)
-                if i_h % (N // E) == 0:
-                    _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, C)
-                    _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, C)
+            save = tl.load(p_chunk_saves + i_y)
+        is_last = end == tl.load(p_offsets + i_s + 1)
+        if (is_last == 0) | (tl.load(p_final_slots + i_s) >= 0) | (save >= 0):  # the state after the chunk is needed
+            b_T *= _exp(b_total - b_G, FAST)[:, None]
+            b_w = tl.dot(tl.trans(b_T.to(dtype)), b_k, input_precision=PRECISION)
+            tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_store)
+        tl.store(p_total_decay + i_y * N + i_h, b_total)
+        if save >= 0:
+            p_hist = p_history + i_s * (WIDTH - 1)
+            p_window = p_conv_pool + tl.load(p_root_slots + i_s).to(tl.int64) * (WIDTH - 1) * C
+            o_w = tl.arange(0, WINDOW)
+            m_w = o_w < WIDTH - 1
+            source = end - (WIDTH - 1) + o_w
+            before = tl.load(p_hist + (begin - 1 - source), mask=m_w & (source < begin), other=-1)
+            source = tl.where(source < begin, before, source)
+            slot = tl.load(p_chunk_saves + i_y).to(tl.int64)
+            p_to = p_conv_pool + (slot * (WIDTH - 1) + o_w)[:, None] * C
+            _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, C)
+            if i_h % (N // E) == 0:
+                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, C)
+                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, C)
         work += tl.num_programs(0)
 
     # Rows behind the last segment belong to nobody; their outputs are read by row-wise layers and must be finite.
@@ -352,10 +351,119 @@ def _prepare_kernel(
 
 
 @triton.jit
+def _chunk(
+    p_conv, p_p, p_w, p_decay, p_out, total_decay, row, end, needs_state, i_h, o_v, b_S, C,
+    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store one chunk's outputs, and return the state after it if that is needed.
+
+    Few instructions are what makes a long trunk fast: rows behind the chunk's end are read, too (there are some), and
+    masked where they would matter; addresses are one 64-bit number and offsets that stay the same.
+    """
+    o_l = tl.arange(0, L)[:, None]
+    o_k = tl.arange(0, K)[None, :]
+    m_rows = o_l < end - row
+    at = row.to(tl.int64)
+    head = at * N + i_h
+    p_q = p_conv + at * C + i_h // (N // E) * K
+    p_v = p_conv + at * C + 2 * E * K + i_h * V
+    o_qk = o_l * C + o_k
+    b_k = tl.load(p_q + E * K + o_qk)
+    b_v = tl.load(p_v + o_l * C + o_v[None, :])
+    b_q = tl.load(p_q + o_qk)
+    b_p = tl.load(p_p + head * L + (o_l * (N * L) + tl.arange(0, L)[None, :]))
+    b_decay = tl.exp(tl.load(p_decay + head + o_l * N))
+    b_Sc = b_S.to(b_k.dtype)
+    b_r = b_v.to(tl.float32) - tl.dot(b_k, b_Sc, input_precision=PRECISION) * b_decay
+    b_r = tl.where(m_rows, b_r, 0.0).to(b_k.dtype)
+    b_o = tl.dot(b_q, b_Sc, input_precision=PRECISION) * b_decay
+    b_o = tl.dot(b_p, b_r, b_o, input_precision=PRECISION).to(p_out.dtype.element_ty)
+    tl.store(p_out + head * V + (o_l * (N * V) + o_v[None, :]), b_o, mask=m_rows)
+    if needs_state:
+        b_w = tl.load(p_w + head * K + (o_l * (N * K) + o_k), mask=m_rows, other=0.0)
+        b_S = tl.dot(tl.trans(b_w), b_r, b_S * tl.exp(total_decay), input_precision=PRECISION)
+    return b_S
+
+
+@triton.jit
+def _scan_segment(
+    p_conv,
+    p_w,
+    p_p,
+    p_decay,
+    p_total_decay,
+    p_out,
+    p_scratch,
+    p_state_pool,
+    p_chunk_offsets,
+    p_offsets,
+    p_chunk_rows,
+    p_chunk_saves,
+    p_parents,
+    p_initial_slots,
+    p_final_slots,
+    i_s,
+    i_h,
+    i_v,
+    C,
+    N: tl.constexpr,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    L: tl.constexpr,
+    LEVEL: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BV value columns of one head, through all chunks of a segment."""
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_state = tl.arange(0, K)[:, None] * V + o_v[None, :]
+    b_S = tl.zeros([K, BV], dtype=tl.float32)
+    if LEVEL > 0:
+        parent_slot = tl.load(p_final_slots + tl.load(p_parents + i_s)).to(tl.int64)
+        b_S = tl.load(p_scratch + (parent_slot * N + i_h) * K * V + o_state)
+    elif HAS_CACHE:
+        slot = tl.load(p_initial_slots + i_s).to(tl.int64)
+        b_S = tl.load(p_state_pool + (slot * N + i_h) * K * V + o_state)
+    first_chunk = tl.load(p_chunk_offsets + i_s)
+    end_chunk = tl.load(p_chunk_offsets + i_s + 1)
+    begin = tl.load(p_offsets + i_s)
+    end = tl.load(p_offsets + i_s + 1)
+    final_slot = tl.load(p_final_slots + i_s).to(tl.int64)
+    p_total_decay += i_h
+    if STAGES > 0:
+        for i_y in tl.range(first_chunk, end_chunk, num_stages=STAGES):
+            row = begin + (i_y - first_chunk) * L  # not from the table: loads that wait for loads are pipelined less
+            if LEVEL == 0 and HAS_CACHE:  # but trunks are cut where they are saved
+                row = tl.load(p_chunk_rows + 2 * i_y)
+                end = tl.load(p_chunk_rows + 2 * i_y + 1)
+            b_S = _chunk(
+                p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), row, end, True, i_h, o_v, b_S, C,
+                N, E, K, V, L, PRECISION,
+            )  # fmt: skip
+            if LEVEL == 0 and HAS_CACHE:
+                save = tl.load(p_chunk_saves + i_y).to(tl.int64)
+                if save >= 0:
+                    tl.store(p_state_pool + (save * N + i_h) * K * V + o_state, b_S)
+    else:
+        i_y = first_chunk
+        while i_y < end_chunk:
+            needs_state = (i_y + 1 < end_chunk) | (final_slot >= 0)
+            b_S = _chunk(
+                p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), begin + (i_y - first_chunk) * L,
+                end, needs_state, i_h, o_v, b_S, C, N, E, K, V, L, PRECISION,
+            )  # fmt: skip
+            i_y += 1
+    if final_slot >= 0:
+        tl.store(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S)
+
+
+@triton.jit(do_not_specialize=["few"])
 def _scan_kernel(
     p_conv,
     p_w,
-    p_u,
     p_p,
     p_decay,
     p_total_decay,
@@ -370,68 +478,43 @@ def _scan_kernel(
     p_initial_slots,
     p_final_slots,
     p_levels,
+    few,
     C,
     N: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    BV_FEW: tl.constexpr,
     L: tl.constexpr,
     LEVEL: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    NV: tl.constexpr = V // BV
-    o_l = tl.arange(0, L)
-    o_k = tl.arange(0, K)
+    """BV columns a program, or BV_FEW if the level has no more than ``few`` segments. STAGES > 0 pipelines the chunks
+    of a segment; branches are many and short: without a pipeline more programs fit on a multiprocessor."""
     first_segment = tl.load(p_levels + LEVEL)
-    num_work = (tl.load(p_levels + LEVEL + 1) - first_segment) * N * NV
-    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
-        i_s = first_segment + work // (N * NV)
-        i_h = (work // NV) % N
-        o_v = (work % NV) * BV + tl.arange(0, BV)
-        o_state = o_k[:, None] * V + o_v[None, :]
-        b_S = tl.zeros([K, BV], dtype=tl.float32)
-        if LEVEL > 0:
-            parent_slot = tl.load(p_final_slots + tl.load(p_parents + i_s)).to(tl.int64)
-            b_S = tl.load(p_scratch + (parent_slot * N + i_h) * K * V + o_state)
-        elif HAS_CACHE:
-            slot = tl.load(p_initial_slots + i_s).to(tl.int64)
-            b_S = tl.load(p_state_pool + (slot * N + i_h) * K * V + o_state)
-        first_chunk = tl.load(p_chunk_offsets + i_s)
-        begin = tl.load(p_offsets + i_s)
-        end = tl.load(p_offsets + i_s + 1)
-        for i_y in tl.range(first_chunk, tl.load(p_chunk_offsets + i_s + 1), num_stages=STAGES):
-            if LEVEL == 0 and HAS_CACHE:  # trunks are cut where they are saved
-                rows = tl.load(p_chunk_rows + 2 * i_y) + o_l
-                m_rows = (rows < tl.load(p_chunk_rows + 2 * i_y + 1))[:, None]
-            else:  # not from the table: loads that wait for loads are not pipelined as far
-                rows = begin + (i_y - first_chunk) * L + o_l
-                m_rows = (rows < end)[:, None]
-            o_row = (rows.to(tl.int64) * N + i_h)[:, None]
-            p_qk = p_conv + rows.to(tl.int64)[:, None] * C + i_h // (N // E) * K + o_k[None, :]
-            b_w = tl.load(p_w + o_row * K + o_k[None, :], mask=m_rows, other=0.0)
-            b_q = tl.load(p_qk, mask=m_rows, other=0.0)
-            b_k = tl.load(p_qk + E * K, mask=m_rows, other=0.0)
-            b_u = tl.load(p_u + o_row * V + o_v[None, :], mask=m_rows, other=0.0)
-            b_p = tl.load(p_p + o_row * L + o_l[None, :], mask=m_rows, other=0.0)
-            b_G = tl.load(p_decay + o_row, mask=m_rows, other=0.0)
-            b_total = tl.load(p_total_decay + i_y * N + i_h)
-            b_Sc = b_S.to(b_w.dtype)
-            b_d = b_u.to(tl.float32) - tl.dot(b_w, b_Sc, input_precision=PRECISION)
-            b_o = tl.dot(b_q, b_Sc, input_precision=PRECISION) * tl.exp(b_G)
-            b_o = tl.dot(b_p, b_d.to(b_w.dtype), b_o, input_precision=PRECISION)
-            b_kd = (b_d * tl.exp(b_total - b_G)).to(b_w.dtype)
-            b_S = tl.dot(tl.trans(b_k), b_kd, b_S * tl.exp(b_total), input_precision=PRECISION)
-            tl.store(p_out + o_row * V + o_v[None, :], b_o.to(p_out.dtype.element_ty), mask=m_rows)
-            if LEVEL == 0 and HAS_CACHE:
-                save = tl.load(p_chunk_saves + i_y).to(tl.int64)
-                if save >= 0:
-                    tl.store(p_state_pool + (save * N + i_h) * K * V + o_state, b_S)
-        final_slot = tl.load(p_final_slots + i_s).to(tl.int64)
-        if final_slot >= 0:
-            tl.store(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S)
+    num_segments = tl.load(p_levels + LEVEL + 1) - first_segment
+    work = tl.program_id(0)
+    if BV_FEW < BV and num_segments <= few:
+        while work < num_segments * N * (V // BV_FEW):
+            _scan_segment(
+                p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
+                p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
+                first_segment + work // (V // BV_FEW) // N, work // (V // BV_FEW) % N, work % (V // BV_FEW), C,
+                N, E, K, V, BV_FEW, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
+            )  # fmt: skip
+            work += tl.num_programs(0)
+    else:
+        while work < num_segments * N * (V // BV):
+            _scan_segment(
+                p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
+                p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
+                first_segment + work // (V // BV) // N, work // (V // BV) % N, work % (V // BV), C,
+                N, E, K, V, BV, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
+            )  # fmt: skip
+            work += tl.num_programs(0)
 
 
 def fork_gated_delta_triton(
@@ -464,14 +547,15 @@ def fork_gated_delta_triton(
     has_cache = state_pool.shape[0] > 1  # slot 0 alone is the zero state: nothing to resume or save
     exact = qkv_TC.dtype == torch.float32
     precision = "ieee" if exact else "tf32"
-    conv = qkv_TC.new_empty(num_rows, channels)
-    w = qkv_TC.new_empty(num_rows, heads, key_dim)
-    u, out_TNV = (qkv_TC.new_empty(num_rows, heads, value_dim) for _ in range(2))
-    p = qkv_TC.new_empty(num_rows, heads, CHUNK)
-    decay = qkv_TC.new_empty(num_rows, heads, dtype=torch.float32)
+    read_rows = num_rows + CHUNK  # the last chunk is read whole
+    conv = qkv_TC.new_empty(read_rows, channels)
+    w, p = (qkv_TC.new_empty(read_rows, heads, size) for size in (key_dim, CHUNK))
+    out_TNV = qkv_TC.new_empty(num_rows, heads, value_dim)
+    decay = qkv_TC.new_empty(read_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
     programs, table = num_programs(qkv_TC.device), launch_table(qkv_TC.device)
-    _conv_kernel[(8 * programs,)](
+    num_segments, fast = segment_parents.shape[0], qkv_TC.is_cuda and not exact
+    _conv_kernel[(table.conv_programs * programs,)](
         qkv_TC,
         conv,
         conv_weight_CW,
@@ -480,9 +564,9 @@ def fork_gated_delta_triton(
         row_segments,
         schedule.history,
         schedule.root_slots,
-        segment_parents.shape[0],
-        qkv_TC.stride(0),
-        channels,
+        num_segments,
+        S_QKV=qkv_TC.stride(0),
+        C=channels,
         N=heads,
         E=num_key_heads,
         K=key_dim,
@@ -490,10 +574,10 @@ def fork_gated_delta_triton(
         BR=table.conv_rows,
         WIDTH=width,
         HAS_CACHE=has_cache,
-        FAST=qkv_TC.is_cuda and not exact,
+        FAST=fast,
         num_warps=table.conv_warps,
     )
-    _prepare_kernel[(2 * programs,)](
+    _prepare_kernel[(table.prepare_programs * programs,)](
         qkv_TC,
         conv,
         a_TN,
@@ -508,13 +592,13 @@ def fork_gated_delta_triton(
         schedule.chunk_saves,
         schedule.history,
         schedule.root_slots,
+        final_slots,
         w,
-        u,
         p,
         decay,
         total_decay,
         out_TNV,
-        segment_parents.shape[0],
+        num_segments,
         num_rows,
         qkv_TC.stride(0),
         a_TN.stride(0),
@@ -526,22 +610,25 @@ def fork_gated_delta_triton(
         K=key_dim,
         V=value_dim,
         L=CHUNK,
-        B=BLOCK,
+        LEVELS=CHUNK.bit_length() - 1,
         WIDTH=width,
         WINDOW=triton.next_power_of_2(width - 1),
         HAS_CACHE=has_cache,
         PRECISION=precision,
+        FAST=fast,
         num_warps=table.prepare_warps,
     )
-    # A trunk is few programs and runs long, so it is cut into more where there can only be few trunks.
-    columns = table.scan_columns
-    while segment_parents.shape[0] <= FEW_SEGMENTS and columns > 16 and heads * value_dim // columns * 2 <= programs:
-        columns //= 2
+
     for level in range(depth):
+        columns = narrow = min(table.scan_columns, value_dim)
+        pipelined = level == 0 or columns < UNPIPELINED
+        # A trunk runs long. A single one, or a few, are cut into more programs, as long as none waits for another.
+        while level == 0 and narrow > 16 and heads * value_dim // narrow * 2 <= programs:
+            narrow //= 2
+        few = programs // (heads * value_dim // narrow)
         _scan_kernel[(4 * programs,)](
             conv,
             w,
-            u,
             p,
             decay,
             total_decay,
@@ -556,17 +643,19 @@ def fork_gated_delta_triton(
             initial_slots,
             final_slots,
             schedule.levels,
+            few,
             channels,
             N=heads,
             E=num_key_heads,
             K=key_dim,
             V=value_dim,
-            BV=min(columns if level == 0 else table.scan_columns, value_dim),
+            BV=columns,
+            BV_FEW=narrow,
             L=CHUNK,
             LEVEL=level,
             HAS_CACHE=has_cache,
             PRECISION=precision,
-            STAGES=table.scan_stages,
+            STAGES=table.scan_stages if pipelined else 0,
             num_warps=table.scan_warps,
         )
     return out_TNV
