@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from flide.runtime.metadata import PAGE_SIZE, StreamCapacity
 from flide.runtime.tree import TokenTree, TreeLayout
 
-# Each step of the ladder is at most this much larger than the one before, or by ALIGN rows. A graph costs little memory
-# and about 60 ms when the engine starts.
-STEP = 1.08
+# Each step of the ladder is at most this much larger than the one before, or by ALIGN rows: padding costs its share of
+# every product. A graph costs about 5 MB and 30 ms when the engine starts.
+STEP = 1.025
 ALIGN = 32
 SMALLEST = 64
-# Segments, and readout rows, a capacity may hold: few for one question or a few, and T / MANY for many short ones. The
-# last layer computes every readout row of its capacity, so that one class alone would save nothing. Among thousands of
-# rows the smallest class would save nothing either.
-FEW, SOME, MANY = 16, 64, 8
+# Segments, and readout rows, a capacity may hold: few for a question or two, some, and T / MANY for many short ones.
+# The last layer computes every readout row of its capacity, so that one class alone would save nothing. Among thousands
+# of rows the smallest class would save nothing either, and among few the largest one holds hardly more.
+FEW, SOME, MANY = 16, 128, 8
 LARGE = 1024
 
 # Requests of one round: each has a trunk, whose last page may be broken and whose final state takes a scratch slot.
@@ -24,7 +24,7 @@ MAX_REQUESTS = 256
 
 
 def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
-    """Capacities up to ``max_tokens`` rows, smallest first: rising sizes, each with two or three row classes.
+    """Capacities up to ``max_tokens`` rows, smallest first: rising sizes, each with one or two row classes.
 
     Raises:
         ValueError: ``max_tokens`` is not a multiple of 32 of at least 64 rows.
@@ -43,7 +43,9 @@ def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
 
 
 def _row_classes(tokens: int) -> list[int]:
-    return sorted({FEW, SOME, max(SOME, tokens // MANY)} if tokens <= LARGE else {SOME, tokens // MANY})
+    if tokens <= LARGE:
+        return [FEW, SOME]
+    return [SOME] if tokens < 2 * SOME * MANY else [SOME, tokens // MANY]
 
 
 def smallest_that_holds(capacities: Sequence[StreamCapacity], needed: StreamCapacity) -> StreamCapacity | None:
