@@ -140,10 +140,11 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
             criteria, of the levels, or [true, false].
     """
     assert len(probabilities) == num_options(question), "one probability per option"
-    weights = [float(p) for p in probabilities]
-    assert all(math.isfinite(w) and w >= 0 for w in weights), "probabilities are finite and not negative"
+    weights = list(map(float, probabilities))
     # fsum is exact, so that the order of the options cannot change a bit of the result.
     total = math.fsum(weights)
+    assert min(weights) >= 0, "probabilities are not negative"
+    assert math.isfinite(total), "probabilities are finite"
     assert total > 0, "some option has a positive probability"
     p = [w / total for w in weights]
 
@@ -152,7 +153,8 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
     if isinstance(question, Choice):
         by_name = dict(zip(question.criteria, p, strict=True))
         # Of equally probable options the name that sorts first wins: the order on the wire must not matter.
-        choice = min(by_name, key=lambda name: (-by_name[name], name))
+        best = max(p)
+        choice = min([name for name, p_i in by_name.items() if p_i == best])
         return ChoiceAnswer(choice=choice, probabilities=by_name, confidence=_choice_confidence(p))
     levels = [str(i) for i in range(len(p))]
     return ScoreAnswer(

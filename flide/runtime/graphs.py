@@ -6,13 +6,14 @@ keep their addresses from the start on. Shapes: N readout rows, L labels.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
-from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, StreamCapacity, arena_size, fresh_caches, pack_into
+from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, HostArena, StreamCapacity, arena_size, fresh_caches
 from flide.runtime.streams import PendingLogits, StartReport, Step, compile_step, decision_step
 from flide.runtime.tree import TreeLayout
 
@@ -50,6 +51,14 @@ class _HostBuffers:
     logits_NL: Tensor
     done: torch.cuda.Event
     kept: bool = True  # for the next round
+    _views: dict[StreamCapacity, tuple[HostArena, Tensor]] = field(default_factory=dict)
+
+    def views(self, capacity: StreamCapacity) -> tuple[HostArena, Tensor]:
+        """The part of the arena that streams of some capacity use: to pack, and to copy from."""
+        if capacity not in self._views:
+            part = self.arena[: arena_size(capacity)]
+            self._views[capacity] = HostArena(part.numpy(), capacity), part
+        return self._views[capacity]
 
 
 class _PendingOnDevice:
@@ -107,7 +116,7 @@ class CudaStreams:
         self._step: Step = compile_step(step, mode=mode) if compile else step
         # Streams that no capacity holds must not be recorded. (Compiled when the first one comes.)
         self._uncaptured = compile_step(step) if graphs == "reduce-overhead" else self._step
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs: dict[StreamCapacity, _Graph] = {}
         self._pages = pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
         before = torch.cuda.memory_allocated(self._device)
@@ -139,6 +148,8 @@ class CudaStreams:
     def _start(self) -> None:
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
+        if self._mode == "reduce-overhead":
+            _know_this_thread()
         began = time.perf_counter()
         largest = self._inputs(self.limit)
         self._step(largest.tokens, largest)
@@ -190,8 +201,9 @@ class CudaStreams:
     def _replay(self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         buffers = self._buffers.pop()
         try:
-            size = pack_into(buffers.arena.numpy(), layouts, graph.meta.capacity, fresh_caches(layouts))
-            self._arena[:size].copy_(buffers.arena[:size], non_blocking=True)
+            host, packed = buffers.views(graph.meta.capacity)
+            host.pack(layouts, fresh_caches(layouts))
+            graph.meta.arena.copy_(packed, non_blocking=True)
             if graph.graph is None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
                 logits_NL = self._step(graph.meta.tokens, graph.meta)
@@ -231,11 +243,10 @@ class CudaStreams:
         return ForkMetadata.over(arena, capacity)
 
     def _capture(self, meta: ForkMetadata, pool: Any) -> _Graph:
-        self._step(meta.tokens, meta)  # loads what a capture must not load
-        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it gives all cached memory back each time.
-        graph.capture_begin(pool, capture_error_mode="thread_local")
+        # Not torch.cuda.graph: it gives all cached memory back each time. Relaxed: kernels may be loaded meanwhile, so
+        # that no run before the capture is needed.
+        graph.capture_begin(pool, capture_error_mode="relaxed")
         try:
             logits_NL = self._step(meta.tokens, meta)
         finally:
@@ -256,6 +267,15 @@ class CudaStreams:
     def _give_back(self, buffers: _HostBuffers) -> None:
         if buffers.kept:
             self._buffers.append(buffers)
+
+
+def _know_this_thread() -> None:
+    """torch.compile's graphs are kept per thread, and torch 2.11 makes a place for them in the first one only."""
+    from torch._inductor import cudagraph_trees
+
+    if not hasattr(cudagraph_trees.local, "tree_manager_containers"):
+        cudagraph_trees.local.tree_manager_containers = {}
+        cudagraph_trees.local.tree_manager_locks = collections.defaultdict(threading.Lock)
 
 
 __all__ = ["CudaStreams", "GraphMode"]

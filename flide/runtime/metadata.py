@@ -169,7 +169,9 @@ class ForkMetadata:
         layout = _layout(capacity)
         arena = torch.zeros(layout.size, dtype=torch.int32, device=device, pin_memory=pin_memory)
         arena[layout.inert] = -1
-        return cls.over(arena, capacity)
+        meta = cls.over(arena, capacity)
+        meta.row_segments.fill_(-1)
+        return meta
 
     @classmethod
     def pack(
@@ -197,8 +199,8 @@ class ForkMetadata:
         layouts = [tree if isinstance(tree, TreeLayout) else TreeLayout.of(tree) for tree in trees]
         caches = [TrunkCache()] * len(trees) if caches is None else caches
         capacity = capacity or _needed(layouts, caches)
-        arena = torch.empty(_layout(capacity).size, dtype=torch.int32, pin_memory=pin_memory)
-        pack_into(arena.numpy(), layouts, capacity, caches)
+        arena = torch.zeros(_layout(capacity).size, dtype=torch.int32, pin_memory=pin_memory)
+        HostArena(arena.numpy(), capacity).pack(layouts, caches)
         return cls.over(arena, capacity)
 
     @classmethod
@@ -245,10 +247,11 @@ class ForkMetadata:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each field lies in an arena: (first element, elements, shape); the part that is -1 where it is unused; and
-    the arena's size."""
+    """Where each field lies in an arena: (first element, elements, shape); what of the fields without a row for every
+    token is 0, and what is -1, where it is unused; and the arena's size."""
 
     fields: dict[str, tuple[int, int, tuple[int, ...]]]
+    zero: slice
     inert: slice
     size: int
 
@@ -279,7 +282,8 @@ def _layout(capacity: StreamCapacity) -> _Layout:
         count = math.prod(shape)
         placed[name] = (at, count, shape)
         at += -(-count // _ALIGN) * _ALIGN
-    return _Layout(placed, slice(placed["row_segments"][0], at), at)
+    zeros = slice(placed["segment_offsets"][0], placed["row_segments"][0])
+    return _Layout(placed, zeros, slice(placed["segment_parents"][0], at), at)
 
 
 def arena_size(capacity: StreamCapacity) -> int:
@@ -287,73 +291,81 @@ def arena_size(capacity: StreamCapacity) -> int:
     return _layout(capacity).size
 
 
-def pack_into(
-    arena: NDArray[np.int32], layouts: Sequence[TreeLayout], capacity: StreamCapacity, caches: Sequence[TrunkCache]
-) -> int:
-    """:meth:`ForkMetadata.pack` into memory that is kept from round to round.
+class HostArena:
+    """Memory that streams of one capacity are packed into, round after round.
 
     Args:
-        arena: at least ``arena_size(capacity)`` elements; whatever it held is overwritten.
-
-    Returns:
-        Elements in use: what has to be copied to the device.
+        memory: at least ``arena_size(capacity)`` int32 elements.
     """
-    _check_caches(layouts, caches)
-    needed, layout = _needed(layouts, caches), _layout(capacity)
-    if not capacity.holds(needed):
-        raise ValueError(f"a round of {needed} does not fit {capacity}")
-    arena[: layout.size] = 0
-    arena[layout.inert] = -1
-    view = {name: arena[begin : begin + count].reshape(shape) for name, (begin, count, shape) in layout.fields.items()}
-    if not layouts:
-        return layout.size
 
-    resumes = any(cache.length for cache in caches)
-    first = parents = row = 0  # the next segment, segment with children, and stream row
-    bases: list[NDArray[np.int64]] = []  # by level: the first segment of each request
-    for level in range(max(x.depth for x in layouts)):
-        present = [x for x in layouts if x.depth > level]
-        counts = np.array([len(x.lengths[level]) if x.depth > level else 0 for x in layouts])
-        lengths = _joined([x.lengths[level] for x in present])
-        starts = _joined([x.starts[level] for x in present])
-        if resumes:
-            starts = starts + np.repeat([cache.length for cache in caches], counts)
-        n, rows = len(lengths), sum(len(x.tokens[level]) for x in present)
-        ends = row + np.cumsum(lengths)
-        segments, stream = slice(first, first + n), slice(row, row + rows)
-        view["tokens"][stream] = _joined([x.tokens[level] for x in present])
-        owner = np.repeat(np.arange(n), lengths)
-        view["positions"][:, stream] = np.arange(row, row + rows) + (starts - (ends - lengths))[owner]
-        view["row_segments"][stream] = owner + first
-        view["segment_offsets"][first + 1 : first + 1 + n] = ends
-        view["segment_levels"][segments] = level
-        view["segment_starts"][segments] = starts
-        if level:
-            view["segment_parents"][segments] = _joined([x.parents[level] for x in present]) + np.repeat(
-                bases[-1], counts
-            )
-        with_children = np.flatnonzero(_joined([x.is_parent[level] for x in present]))
-        view["final_slots"][first + with_children] = np.arange(parents, parents + len(with_children))
-        bases.append(first + np.cumsum(counts) - counts)
-        first, parents, row = first + n, parents + len(with_children), row + rows
-    view["segment_offsets"][first + 1 :] = row
+    def __init__(self, memory: NDArray[np.int32], capacity: StreamCapacity) -> None:
+        self.capacity, layout = capacity, _layout(capacity)
+        self._view = {
+            name: memory[begin : begin + count].reshape(shape) for name, (begin, count, shape) in layout.fields.items()
+        }
+        self._zero, self._inert = memory[layout.zero], memory[layout.inert]
 
-    page = 0
-    for i, cache in enumerate(caches):
-        if cache.slot:
-            view["initial_slots"][i] = cache.slot
-        for k, (length, slot) in enumerate(sorted(cache.saves)):
-            view["save_rows"][i, k] = view["segment_offsets"][i] + length - cache.length - 1
-            view["save_slots"][i, k] = slot
-        if cache.pages:
-            view["segment_pages"][i] = page
-            view["page_table"][page : page + len(cache.pages)] = cache.pages
-            page += len(cache.pages)
-    request = np.repeat(np.arange(len(layouts)), [len(x.read_rows) for x in layouts])
-    read = np.stack(bases)[_joined([x.read_levels for x in layouts]), request]
-    read += _joined([x.read_nodes for x in layouts])
-    view["readout_rows"][: len(read)] = view["segment_offsets"][read] + _joined([x.read_rows for x in layouts])
-    return layout.size
+    def pack(self, layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -> None:
+        """:meth:`ForkMetadata.pack`; whatever the memory held is overwritten."""
+        _check_caches(layouts, caches)
+        needed, view = _needed(layouts, caches), self._view
+        if not self.capacity.holds(needed):
+            raise ValueError(f"a round of {needed} does not fit {self.capacity}")
+        self._zero[:] = 0
+        self._inert[:] = -1
+
+        resumed = np.array([cache.length for cache in caches], np.int32)
+        resumes = bool(resumed.any())
+        first = parents = row = 0  # the next segment, segment with children, and stream row
+        bases: list[NDArray[np.int64]] = []  # by level: the first segment of each request
+        for level in range(max((x.depth for x in layouts), default=0)):
+            present = [x for x in layouts if x.depth > level]
+            counts = np.array([len(x.lengths[level]) if x.depth > level else 0 for x in layouts])
+            sizes = [len(x.tokens[level]) if x.depth > level else 0 for x in layouts]
+            base = first + counts.cumsum() - counts
+            lengths, starts = _joined([x.lengths[level] for x in present]), _joined([x.starts[level] for x in present])
+            n, end = len(lengths), row + sum(sizes)
+            segments, stream = slice(first, first + n), slice(row, end)
+            view["tokens"][stream] = _joined([x.tokens[level] for x in present])
+            positions = _joined([x.positions[level] for x in present])
+            if resumes:
+                positions, starts = positions + np.repeat(resumed, sizes), starts + np.repeat(resumed, counts)
+            view["positions"][:, stream] = positions
+            owners = _joined([x.owners[level] for x in present])
+            shift = base[0] if len(layouts) == 1 else np.repeat(base, sizes)
+            np.add(owners, shift, out=view["row_segments"][stream], casting="same_kind")
+            view["segment_offsets"][first + 1 : first + 1 + n] = lengths.cumsum() + row
+            view["segment_levels"][segments] = level
+            view["segment_starts"][segments] = starts
+            if level:
+                above = bases[-1] if len(layouts) == 1 else np.repeat(bases[-1], counts)
+                view["segment_parents"][segments] = _joined([x.parents[level] for x in present]) + above
+            with_children = np.flatnonzero(_joined([x.is_parent[level] for x in present]))
+            view["final_slots"][first + with_children] = np.arange(parents, parents + len(with_children))
+            bases.append(base)
+            first, parents, row = first + n, parents + len(with_children), end
+        view["segment_offsets"][first + 1 :] = row
+        view["tokens"][row:] = 0
+        view["positions"][:, row:] = 0
+        view["row_segments"][row:] = -1
+        if not layouts:
+            return
+
+        page = 0
+        for i, cache in enumerate(caches):
+            if cache.slot:
+                view["initial_slots"][i] = cache.slot
+            for k, (length, slot) in enumerate(sorted(cache.saves)):
+                view["save_rows"][i, k] = view["segment_offsets"][i] + length - cache.length - 1
+                view["save_slots"][i, k] = slot
+            if cache.pages:
+                view["segment_pages"][i] = page
+                view["page_table"][page : page + len(cache.pages)] = cache.pages
+                page += len(cache.pages)
+        request = np.repeat(np.arange(len(layouts)), [len(x.read_rows) for x in layouts])
+        read = np.stack(bases)[_joined([x.read_levels for x in layouts]), request]
+        read += _joined([x.read_nodes for x in layouts])
+        view["readout_rows"][: len(read)] = view["segment_offsets"][read] + _joined([x.read_rows for x in layouts])
 
 
 def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

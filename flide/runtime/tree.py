@@ -71,6 +71,8 @@ class TreeLayout:
 
     Attributes:
         tokens: token ids of each level, int32.
+        positions: how many tokens stand before each one on its path, int32.
+        owners: the node each token belongs to, counted in its level, int32.
         lengths: ``[n_l]`` tokens of each node.
         starts: ``[n_l]`` tokens before each node on its own path.
         parents: ``[n_l]`` each node's parent, counted in the level above.
@@ -80,6 +82,8 @@ class TreeLayout:
     """
 
     tokens: tuple[NDArray[np.int32], ...]
+    positions: tuple[NDArray[np.int32], ...]
+    owners: tuple[NDArray[np.int32], ...]
     lengths: tuple[NDArray[np.int64], ...]
     starts: tuple[NDArray[np.int64], ...]
     parents: tuple[NDArray[np.int64], ...]
@@ -111,10 +115,20 @@ class TreeLayout:
         visit(tree, 0, 0, -1)
         used = [level for level in levels if level]
         read = np.array(reads, dtype=np.int64).reshape(-1, 3)
+        lengths = tuple(np.array([len(x.tokens) for x, _, _ in level]) for level in used)
+        starts = tuple(np.array([start for _, start, _ in level]) for level in used)
+        ahead = [
+            s - (n.cumsum() - n) for s, n in zip(starts, lengths, strict=True)
+        ]  # of each node's place in its level
         return cls(
             tokens=tuple(np.concatenate([np.asarray(x.tokens, np.int32) for x, _, _ in level]) for level in used),
-            lengths=tuple(np.array([len(x.tokens) for x, _, _ in level]) for level in used),
-            starts=tuple(np.array([start for _, start, _ in level]) for level in used),
+            positions=tuple(
+                np.arange(n.sum(), dtype=np.int32) + np.repeat(x.astype(np.int32), n)
+                for x, n in zip(ahead, lengths, strict=True)
+            ),
+            owners=tuple(np.repeat(np.arange(len(n), dtype=np.int32), n) for n in lengths),
+            lengths=lengths,
+            starts=starts,
             parents=tuple(np.array([parent for _, _, parent in level]) for level in used),
             is_parent=tuple(np.array([bool(x.children) for x, _, _ in level]) for level in used),
             read_levels=read[:, 0],

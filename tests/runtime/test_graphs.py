@@ -18,6 +18,8 @@ from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.capacity import needed_by, smallest_that_holds
 from flide.runtime.graphs import CudaStreams, GraphMode
 from flide.runtime.metadata import fresh_caches
+from flide.runtime.streams import PendingLogits
+from flide.runtime.tree import TreeLayout
 from tests.tolerance import PROBABILITY_FP32
 
 pytestmark = pytest.mark.gpu
@@ -74,8 +76,11 @@ class Captured:
         self.streams.start()
         self.compilations = compilations() - before
 
+    def submit(self, trees: Trees) -> PendingLogits:
+        return self.streams.submit([TreeLayout.of(tree) for tree in trees], needed(trees))
+
     def logits(self, trees: Trees) -> Tensor:
-        return torch.from_numpy(self.streams.submit(trees, needed(trees)).result())
+        return torch.from_numpy(self.submit(trees).result())
 
     @torch.inference_mode()
     def uncaptured(self, trees: Trees) -> Tensor:
@@ -182,8 +187,8 @@ def test_two_rounds_in_flight_keep_their_answers(captured: Captured) -> None:
     for _ in range(20):
         a, b = random_round(rng), random_round(rng)
         expected = captured.logits(a), captured.logits(b)
-        first = captured.streams.submit(a, needed(a))
-        second = captured.streams.submit(b, needed(b))
+        first = captured.submit(a)
+        second = captured.submit(b)
         assert torch.equal(torch.from_numpy(first.result()), expected[0])
         assert torch.equal(torch.from_numpy(second.result()), expected[1])
 
@@ -201,7 +206,7 @@ def test_a_round_no_capacity_holds_runs_uncaptured(captured: Captured) -> None:
 def test_more_trunks_than_scratch_are_refused_and_nothing_is_lost(captured: Captured) -> None:
     trees = [TokenTree([1], (TokenTree([2]),))] * 300
     with pytest.raises(ValueError, match="at most 256"):
-        captured.streams.submit(trees, needed(trees))
+        captured.submit(trees)
     assert captured.logits([TokenTree([1], (TokenTree([2]),))]).isfinite().all()
 
 
