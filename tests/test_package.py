@@ -30,7 +30,9 @@ def test_all_names_exist_and_are_sorted() -> None:
         assert getattr(flide, name) is not None
 
 
-@pytest.mark.parametrize("module", ["flide.evaluation", "flide.models", "flide.layers", "flide.ops", "flide.runtime"])
+@pytest.mark.parametrize(
+    "module", ["flide.evaluation", "flide.heads", "flide.models", "flide.layers", "flide.ops", "flide.runtime"]
+)
 def test_submodules_say_what_is_public(module: str) -> None:
     imported = __import__(module, fromlist=["__all__"])
     assert all(hasattr(imported, name) for name in imported.__all__)

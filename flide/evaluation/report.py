@@ -34,7 +34,7 @@ def check_rows(engine: Engine, rows: Sequence[LabelledRow]) -> list[RowError]:
     errors = []
     for row in rows:
         try:
-            engine.format.encode(row.request)
+            engine.prepare(row.request)
         except RequestError as error:
             errors.append(RowError(row.line, str(error)))
     return errors

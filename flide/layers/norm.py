@@ -30,6 +30,16 @@ class KeepFloat32(nn.Module):
         return super()._apply(cast_others, recurse)
 
 
+def keeping_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What ``Module._apply`` is given, without its casts: devices change, dtypes do not."""
+
+    def move(x: Tensor) -> Tensor:
+        y = fn(x)
+        return x.to(y.device) if y.dtype != x.dtype else y
+
+    return move
+
+
 class RMSNorm(nn.Module):
     """``x / rms(x) * (offset + weight)`` in float32, cast to the input's dtype at the end.
 

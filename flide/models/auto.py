@@ -11,7 +11,7 @@ import torch
 from flide.errors import CheckpointError
 from flide.models.config import read_config
 from flide.models.decision import ForDecision
-from flide.models.weights import resolve_directory
+from flide.models.directory import ModelDirectory
 
 _FAMILIES: dict[str, type[ForDecision]] = {}
 _Model = TypeVar("_Model", bound=type[ForDecision])
@@ -65,5 +65,6 @@ class AutoModelForDecision:
         device: torch.device | str = "cpu",
     ) -> ForDecision:
         """See :meth:`ForDecision.from_pretrained`."""
-        directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        return family_of(read_config(directory)).from_pretrained(directory, dtype=dtype, device=device)
+        hub: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        found = ModelDirectory.open(path, revision=revision, **hub)
+        return family_of(read_config(found.base)).from_pretrained(found.path, dtype=dtype, device=device, **hub)

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from flide.errors import CheckpointError
+from flide.heads.files import load_head, save_head
+from flide.heads.head import Head
+from flide.heads.kinds import softcapped
 from flide.layers.attention import ForkAttention
 from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.layers.mlp import GatedMLP
 from flide.layers.norm import KeepFloat32
+from flide.models.adapter import folded, read_adapter
 from flide.models.config import read_config
+from flide.models.directory import ModelDirectory
 from flide.models.weights import (
     StoredTensor,
     holds,
     list_tensors,
     match_tensors,
-    resolve_directory,
     save_checkpoint,
     stream_weights,
 )
@@ -63,6 +67,7 @@ class ForDecision(nn.Module):
         renames: (pattern, replacement) from stored keys to parameter names.
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
+        head: what reads options out of hidden rows; None for the labels' rows of ``lm_head``. See ``flide.heads``.
         pools_owner: what runs the model from the pools it was given; there can be one only.
         final_logit_softcapping: cap c of ``c * tanh(logit / c)``, applied before the option softmax; None for none.
     """
@@ -72,8 +77,13 @@ class ForDecision(nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()
     config: DecisionConfig
     lm_head: nn.Linear
+    head: Head | None
     pools_owner: weakref.ref[object] | None = None
     final_logit_softcapping: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]`` of ``meta.readout_rows``.
@@ -111,6 +121,9 @@ class ForDecision(nn.Module):
     ) -> Self:
         """Load a checkpoint in transformers' format, in eval mode.
 
+        A directory that fine-tuning wrote is loaded with its base: LoRA adapters in PEFT's format are folded into the
+        weights (a float32 sum, then cast), the head becomes ``model.head``.
+
         Args:
             path: model directory, or a Hub id resolved by ``huggingface_hub``.
             revision, cache_dir, local_files_only: passed to the Hub.
@@ -119,22 +132,33 @@ class ForDecision(nn.Module):
         Raises:
             CheckpointError: bad config, or tensors that do not fit it; nothing is allocated before both were checked.
         """
-        directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        model = cls.on_meta(read_config(directory))
-        stored = list_tensors(directory)
+        found = ModelDirectory.open(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
+        model = cls.on_meta(read_config(found.base))
+        stored = list_tensors(found.base)
         matched = model.match(stored)
+        targets = model.checkpoint_tensors()
+        updates = read_adapter(found.path, targets, renames=cls.renames) if found.has_adapter else {}
+        head = load_head(found.path, model.lm_head.in_features, device=device) if found.has_head else None
         _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
-        stream_weights(model.checkpoint_tensors(), matched)
-        head = stored.get("lm_head.weight") if model.config.tie_word_embeddings else None
-        if head is not None and not holds(head, model.lm_head.weight):
+        stream_weights(
+            model.checkpoint_tensors(),
+            matched,
+            change=lambda name, value: folded(value, updates[name]) if name in updates else value,
+        )
+        tied = stored.get("lm_head.weight") if model.config.tie_word_embeddings else None
+        if tied is not None and not holds(tied, model.lm_head.weight):
             raise CheckpointError("tie_word_embeddings is true, but lm_head.weight is not the embedding")
+        model.head = head
         return model.eval()
 
     def save_pretrained(self, directory: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write config.json and safetensors that transformers loads with the same logits. The tokenizer is not ours."""
+        """Write config.json and safetensors that transformers loads with the same logits, and beside them the head, if
+        there is one. The tokenizer is not ours."""
         dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
         config = {**self.config.to_hf(), "dtype": dtype}
         save_checkpoint(self.checkpoint_tensors(), config, Path(directory), max_shard_size=max_shard_size)
+        if self.head is not None:
+            save_head(self.head, Path(directory))
 
     def option_probabilities(self, hidden_states_ND: Tensor, option_ids: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Probability of each option label as the next token, among the options given.
@@ -164,8 +188,7 @@ class ForDecision(nn.Module):
         return self.softcap(hidden_states_ND.float() @ label_rows_LD.T)
 
     def softcap(self, logits: Tensor) -> Tensor:
-        cap = self.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return softcapped(logits, self.final_logit_softcapping)
 
     def merge_projections(self) -> None:
         """Merge projections of the same input into one matrix product each: inference only, after the weights are final
@@ -215,8 +238,10 @@ class ForDecision(nn.Module):
                 raise CheckpointError(f"{type(self).__name__} cannot run on CUDA: {problem}")
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under the checkpoint's names; a tied head is left out."""
-        tensors: dict[str, Tensor] = dict(self.state_dict(keep_vars=True))
+        """Parameters and persistent buffers under the checkpoint's names. The decision head and LoRA adapters are left
+        out, and so is a tied ``lm_head``."""
+        state = self.state_dict(keep_vars=True)
+        tensors = {k: v for k, v in state.items() if not k.startswith("head.") and ".lora_" not in k}
         if self.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         return tensors
@@ -245,7 +270,7 @@ class ForDecision(nn.Module):
         """The model without storage, for checking shapes before anything is allocated."""
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
         with torch.device("meta"):
-            return cls(config)
+            return cls(config)  # type: ignore[call-arg]  # every family takes its config
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:

@@ -6,9 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from flide.heads import load_head
+from flide.models.adapter import read_adapter
 from flide.models.auto import family_of
 from flide.models.config import read_config
-from flide.models.weights import list_tensors, resolve_directory
+from flide.models.directory import ModelDirectory
+from flide.models.weights import list_tensors
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -21,12 +24,12 @@ def summarize(path: str | Path) -> dict[str, Any]:
     """
     from flide.runtime.tokenizer import PromptTokenizer
 
-    directory = resolve_directory(path)
-    raw = read_config(directory)
+    found = ModelDirectory.open(path)
+    raw = read_config(found.base)
     family = family_of(raw)
     model = family.on_meta(raw)
-    matched = model.match(list_tensors(directory))
-    tokenizer = PromptTokenizer.from_pretrained(directory)
+    matched = model.match(list_tensors(found.base))
+    tokenizer = PromptTokenizer.from_pretrained(found.tokenizer)
     config = model.config.to_hf()
     parameters = sum(math.prod(tensor.shape) for tensor in matched.values())
     layer_types = config.get("layer_types", [])
@@ -42,6 +45,13 @@ def summarize(path: str | Path) -> dict[str, Any]:
         "labels": tokenizer.num_labels(),
         "stored_as": ", ".join(sorted({tensor.dtype for tensor in matched.values()})),
     }
+    if found.base != found.path:
+        summary["base_model"] = str(found.base)
+    if found.has_adapter:
+        updates = read_adapter(found.path, model.checkpoint_tensors(), renames=family.renames)
+        summary["adapter"] = f"LoRA of {len(updates)} matrices"
+    if (head := load_head(found.path, model.lm_head.in_features) if found.has_head else None) is not None:
+        summary["head"] = f"{head.kind}, {head.num_columns} column{'s' * (head.num_columns != 1)}"
     for name, size in _BYTES.items():
         summary[f"weights_{name}_mb"] = round(parameters * size / 1e6, 1)
     return summary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ HUB_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "adapter_config.json",
+    "head.json",
+    "calibration.json",
 )
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -203,8 +206,18 @@ def match_tensors(
     return matched
 
 
-def stream_weights(targets: Mapping[str, Tensor], sources: Mapping[str, StoredTensor]) -> None:
-    """Copy every stored tensor into its target in place, one at a time, file by file."""
+def stream_weights(
+    targets: Mapping[str, Tensor],
+    sources: Mapping[str, StoredTensor],
+    *,
+    change: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
+    """Copy every stored tensor into its target in place, one at a time, file by file.
+
+    Args:
+        targets, sources: by name.
+        change: of the stored value of that name, before it is cast to the target's dtype.
+    """
     by_file: dict[Path, list[str]] = {}
     for name, tensor in sources.items():
         by_file.setdefault(tensor.file, []).append(name)
@@ -215,7 +228,8 @@ def stream_weights(targets: Mapping[str, Tensor], sources: Mapping[str, StoredTe
                 with safe_open(path, framework="pt") as file:
                     while names and mapped < MAPPED_BYTES:
                         name = names.pop()
-                        targets[name].copy_(file.get_tensor(sources[name].key))
+                        value = file.get_tensor(sources[name].key)
+                        targets[name].copy_(value if change is None else change(name, value))
                         mapped += targets[name].nbytes
 
 

@@ -19,7 +19,7 @@ from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.config import read_config
 from flide.models.decision import ForDecision
-from flide.models.weights import resolve_directory
+from flide.models.directory import ModelDirectory
 from flide.runtime.calibration import load_temperatures
 from flide.runtime.config import KV_MEMORY_SHARE, EngineConfig
 from flide.runtime.decision import Decision, joined
@@ -62,14 +62,15 @@ class Engine:
         self.config = config or EngineConfig()
         self.model_name = self.config.model_name or type(model).__name__
         limit = self.config.max_prompt_tokens or _max_prompt_tokens(model)
-        self.format = ChatFormat(tokenizer, max_prompt_tokens=limit)
+        style = "options" if model.head is None else model.head.prompt_style
+        self.format = ChatFormat(tokenizer, max_prompt_tokens=limit, style=style)
         vocab_size, largest = model.config.vocab_size, tokenizer.max_prompt_id()
         if largest >= vocab_size:
             raise CheckpointError(
                 f"the tokenizer does not belong to the model: it yields token {largest}, "
                 f"and the model's vocabulary has {vocab_size}"
             )
-        if not tokenizer.num_labels():
+        if style == "options" and not tokenizer.num_labels():
             raise CheckpointError("the tokenizer has no token that can be an option's label")
         runner = RoundRunner(
             model,
@@ -78,6 +79,7 @@ class Engine:
             max_prompt_tokens=limit,
             model_name=self.model_name,
         )
+        self._head = runner.head
         self._worker = Worker(runner)
         self.report = runner.streams.report
 
@@ -91,7 +93,7 @@ class Engine:
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> Self:
-        """An engine for a model directory or Hub id.
+        """An engine for a model directory or Hub id, fine-tuned ones included.
 
         Raises:
             CheckpointError: the model or its tokenizer cannot be loaded, or has sizes the CUDA kernels lack.
@@ -99,12 +101,13 @@ class Engine:
         """
         config = config or EngineConfig()
         device = config.resolve_device()
-        directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        family = family_of(read_config(directory))
-        tokenizer = PromptTokenizer.from_pretrained(directory)
-        model = family.from_pretrained(directory, dtype=config.resolve_dtype(), device=device)
-        temperatures = {**load_temperatures(directory), **(config.temperatures or {})}
-        name = _name_of(path, directory) if config.model_name is None else config.model_name
+        hub: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        found = ModelDirectory.open(path, revision=revision, **hub)
+        family = family_of(read_config(found.base))
+        tokenizer = PromptTokenizer.from_pretrained(found.tokenizer)
+        model = family.from_pretrained(found.path, dtype=config.resolve_dtype(), device=device, **hub)
+        temperatures = {**load_temperatures(found.path), **(config.temperatures or {})}
+        name = _name_of(path, found.path) if config.model_name is None else config.model_name
         return cls(model, tokenizer, replace(config, model_name=name, temperatures=temperatures))
 
     @classmethod
@@ -171,6 +174,14 @@ class Engine:
             for job in jobs:
                 job.future.cancel()
 
+    def prepare(self, request: Request) -> PreparedRequest:
+        """What is done with a request before it runs: everything that can be refused is refused here.
+
+        Raises:
+            RequestError: the request is invalid, or the model's prompt or head has no place for it.
+        """
+        return PreparedRequest.encode(parse_request(request), self.format, self._head)
+
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""
         self._worker.close()
@@ -196,8 +207,7 @@ class Engine:
             if left is not None and left.is_set():
                 break  # nobody waits for the result
             try:
-                request = parse_request(item)
-                prepared = PreparedRequest.from_encoded(request, self.format.encode(request))
+                prepared = self.prepare(item)
                 outcomes.append([Job(part) for part in ([prepared] if self.config.fork else prepared.alone())])
             except RequestError as error:
                 error.index = index

@@ -1,7 +1,7 @@
 """Streams on CUDA: packed into pinned memory ahead of time, copied in once, replayed as one graph per capacity.
 
 Everything happens on one thread and one stream; nothing waits but the reader of a result. Weights, pools and inputs
-keep their addresses from the start on. Shapes: N readout rows, L labels.
+keep their addresses from the start on. Shapes: N readout rows, C columns of the head.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flide.heads import Head
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
 from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, HostArena, StreamCapacity, arena_size, fresh_caches
@@ -40,7 +41,7 @@ class _Graph:
 
     meta: ForkMetadata
     graph: torch.cuda.CUDAGraph | None  # None where torch.compile keeps the graph
-    logits_NL: Tensor | None
+    logits_NC: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,7 @@ class _HostBuffers:
     """Pinned memory of one round in flight, and the event at which the device is done with it."""
 
     arena: Tensor
-    logits_NL: Tensor
+    logits_NC: Tensor
     done: torch.cuda.Event
     kept: bool = True  # for the next round
     _views: dict[StreamCapacity, tuple[HostArena, Tensor]] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class _PendingOnDevice:
     def result(self) -> NDArray[np.float32]:
         try:
             self._buffers.done.synchronize()
-            return self._buffers.logits_NL[: self._num_readouts].numpy().copy()
+            return self._buffers.logits_NC[: self._num_readouts].numpy().copy()
         finally:
             self._streams._give_back(self._buffers)
 
@@ -78,7 +79,7 @@ class CudaStreams:
 
     Args:
         model: on its CUDA device, in eval mode, its projections merged; it is given pools and belongs to this object.
-        label_rows_LD: ``model.label_rows(...)``.
+        head: what reads options out of hidden rows, in eval mode, on the model's device.
         max_tokens: rows of the largest capacity.
         max_prompt_tokens: longest trunk there will be.
         compile: through ``torch.compile``; otherwise kernels and layers run, or are captured, eagerly.
@@ -93,7 +94,7 @@ class CudaStreams:
     def __init__(
         self,
         model: ForDecision,
-        label_rows_LD: Tensor,
+        head: Head,
         *,
         max_tokens: int,
         max_prompt_tokens: int,
@@ -110,8 +111,8 @@ class CudaStreams:
         self.limit = self.capacities[-1]
         self.report = StartReport()
         self._mode = graphs
-        self._device = label_rows_LD.device
-        step = decision_step(model, label_rows_LD, selective_readout=selective_readout)
+        self._device = model.lm_head.weight.device
+        step = decision_step(model, head, selective_readout=selective_readout)
         mode = "reduce-overhead" if graphs == "reduce-overhead" else None
         self._step: Step = compile_step(step, mode=mode) if compile else step
         # Streams that no capacity holds must not be recorded. (Compiled when the first one comes.)
@@ -122,13 +123,13 @@ class CudaStreams:
         before = torch.cuda.memory_allocated(self._device)
         model.allocate_pools(pages=pages, parents=MAX_REQUESTS)
         self._pool_bytes = torch.cuda.memory_allocated(self._device) - before
-        size, labels = arena_size(self.limit), label_rows_LD.shape[0]
+        size, columns = arena_size(self.limit), head.num_columns
         with torch.inference_mode():  # as everything that is run later: another kind of tensor is another compilation
             self._arena = torch.zeros(size, dtype=torch.int32, device=self._device)
         self._buffers = [
             _HostBuffers(
                 torch.zeros(size, dtype=torch.int32, pin_memory=True),
-                torch.zeros(self.limit.readouts, labels, pin_memory=True),
+                torch.zeros(self.limit.readouts, columns, pin_memory=True),
                 torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
             for _ in range(ROUNDS_IN_FLIGHT)
@@ -206,13 +207,13 @@ class CudaStreams:
             graph.meta.arena.copy_(packed, non_blocking=True)
             if graph.graph is None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                logits_NL = self._step(graph.meta.tokens, graph.meta)
+                logits_NC = self._step(graph.meta.tokens, graph.meta)
             else:
                 graph.graph.replay()
-                assert graph.logits_NL is not None
-                logits_NL = graph.logits_NL
+                assert graph.logits_NC is not None
+                logits_NC = graph.logits_NC
             rows = needed.readouts
-            buffers.logits_NL[:rows].copy_(logits_NL[:rows], non_blocking=True)
+            buffers.logits_NC[:rows].copy_(logits_NC[:rows], non_blocking=True)
             buffers.done.record()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error is the one to report
@@ -225,14 +226,14 @@ class CudaStreams:
     def _run_uncaptured(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         host = ForkMetadata.pack(layouts, capacity=padded(needed), caches=fresh_caches(layouts), pin_memory=True)
         meta = host.to(self._device, non_blocking=True)
-        logits_NL = self._uncaptured(meta.tokens, meta)[: needed.readouts]
+        logits_NC = self._uncaptured(meta.tokens, meta)[: needed.readouts]
         buffers = _HostBuffers(
             host.arena,
-            torch.empty(logits_NL.shape, dtype=logits_NL.dtype, pin_memory=True),
+            torch.empty(logits_NC.shape, dtype=logits_NC.dtype, pin_memory=True),
             torch.cuda.Event(),  # type: ignore[no-untyped-call]
             kept=False,
         )
-        buffers.logits_NL.copy_(logits_NL, non_blocking=True)
+        buffers.logits_NC.copy_(logits_NC, non_blocking=True)
         buffers.done.record()
         return _PendingOnDevice(self, buffers, needed.readouts)
 
@@ -248,10 +249,10 @@ class CudaStreams:
         # that no run before the capture is needed.
         graph.capture_begin(pool, capture_error_mode="relaxed")
         try:
-            logits_NL = self._step(meta.tokens, meta)
+            logits_NC = self._step(meta.tokens, meta)
         finally:
             graph.capture_end()
-        return _Graph(meta, graph, logits_NL)
+        return _Graph(meta, graph, logits_NC)
 
     def _record(self, meta: ForkMetadata) -> _Graph:
         """Let torch.compile capture: its first call of a size warms up, the second one records."""

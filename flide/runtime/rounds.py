@@ -1,61 +1,108 @@
 """Running rounds: prepared requests in, option probabilities out. No queue, no threads.
 
-Shapes: N readout rows, L labels.
+Shapes: N readout rows, C columns of the head, Q questions, O most options of a question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flide.errors import ModelOutputError
+from flide.errors import ModelOutputError, RequestError
+from flide.heads import Head, OptionHead, OptionReads
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, needed_by
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.metadata import StreamCapacity
-from flide.runtime.prompt import EncodedRequest
+from flide.runtime.prompt import ChatFormat, EncodedRequest
 from flide.runtime.request import DecisionRequest
 from flide.runtime.streams import PendingLogits, Streams
-from flide.runtime.tree import TokenTree, TreeLayout
+from flide.runtime.tree import TokenTree, TreeLayout, longest_common_prefix
+from flide.runtime.wire import MAX_ERRORS, place
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated request and its token tree (one branch per question, in order), laid out: what can be done here need
-    not be done on the engine's thread."""
+    """A validated request and its token tree, laid out: what can be done here need not be done on the engine's thread.
+
+    The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
+    ``reads`` says where each option's logit will be.
+    """
 
     request: DecisionRequest
     tree: TokenTree
     num_options: list[int]
     layout: TreeLayout
     needed: StreamCapacity
+    reads: OptionReads
 
     @classmethod
-    def from_encoded(cls, request: DecisionRequest, encoded: EncodedRequest) -> PreparedRequest:
-        tree = TokenTree.from_prompts(encoded.tails)  # which may begin alike, too
+    def encode(cls, request: DecisionRequest, format: ChatFormat, head: Head) -> PreparedRequest:
+        """Prepare a parsed request for a head.
+
+        Raises:
+            RequestError: the head has no column for an option, or see :meth:`ChatFormat.encode`.
+        """
+        columns, errors = [], []
+        for question_id, question in request.questions.items():
+            try:
+                columns.append(head.columns(question))
+            except ValueError as error:
+                errors.append({"loc": place("questions", question_id), "msg": str(error), "type": "value_error"})
+        if errors:
+            raise RequestError(errors[:MAX_ERRORS])
+        reads = OptionReads.of(columns, row_per_option=head.prompt_style == "candidates")
+        return cls.from_encoded(request, format.encode(request), reads)
+
+    @classmethod
+    def from_encoded(
+        cls, request: DecisionRequest, encoded: EncodedRequest, reads: OptionReads | None = None
+    ) -> PreparedRequest:
+        tree = _tree_of(encoded.tails, encoded.num_prompts)  # tails may begin alike, too
         tree = replace(tree, tokens=[*encoded.shared, *tree.tokens])
-        return cls.of(request, tree, encoded.num_options)
+        return cls.of(request, tree, encoded.num_options, reads)
 
     @classmethod
-    def of(cls, request: DecisionRequest, tree: TokenTree, num_options: list[int]) -> PreparedRequest:
+    def of(
+        cls, request: DecisionRequest, tree: TokenTree, num_options: list[int], reads: OptionReads | None = None
+    ) -> PreparedRequest:
+        """``reads``: None where the options of a question have the first columns of its only row."""
         layout = TreeLayout.of(tree)
-        return cls(request, tree, num_options, layout, needed_by(layout))
+        reads = reads or OptionReads.of([range(count) for count in num_options])
+        assert reads.num_rows == len(layout.read_rows), "every row that is read belongs to an option"
+        return cls(request, tree, num_options, layout, needed_by(layout), reads)
 
     def alone(self) -> list[PreparedRequest]:
-        """Every question as a request of its own, its prompt unforked."""
+        """Every question as a request of its own, its prompt unforked. Not for candidates."""
         parts = []
-        for item, branch, count in zip(
-            self.request.questions.items(), self.tree.children, self.num_options, strict=True
-        ):
+        for i, (item, branch) in enumerate(zip(self.request.questions.items(), self.tree.children, strict=True)):
             tree = TokenTree([*self.tree.tokens, *branch.tokens])
-            parts.append(PreparedRequest.of(replace(self.request, questions=dict([item])), tree, [count]))
+            request = replace(self.request, questions=dict([item]))
+            parts.append(PreparedRequest.of(request, tree, [self.num_options[i]], self.reads.alone(i)))
         return parts
+
+
+def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int]) -> TokenTree:
+    """The trunk that all prompts share, and a branch for each group, with a leaf for each prompt where there are
+    several. Prompts of a group that share no more than the trunk are branches themselves, and so are all where there
+    are more groups than a round has room for."""
+    if max(group_sizes) == 1 or len(group_sizes) >= MAX_REQUESTS:
+        return TokenTree.from_prompts(prompts)
+    cut = min(longest_common_prefix(prompts), min(map(len, prompts)) - 1)
+    children: list[TokenTree] = []
+    rest = iter([prompt[cut:] for prompt in prompts])
+    for size in group_sizes:
+        group = list(islice(rest, size))
+        branch = TokenTree.from_prompts(group)
+        children += [branch] if size > 1 and branch.tokens else [TokenTree(prompt) for prompt in group]
+    return TokenTree(prompts[0][:cut], tuple(children))
 
 
 class PendingRound:
@@ -74,26 +121,23 @@ class PendingRound:
 
     def results(self) -> list[Decision | ModelOutputError]:
         """Wait for the answers of every request, in order. To be called once."""
-        logits_NL = self._logits.result()
+        logits_NC = self._logits.result()
         results: list[Decision | ModelOutputError] = []
         row = 0
         for request in self._requests:
-            count = len(request.num_options)
-            results.append(self._decide(request, logits_NL[row : row + count]))
+            count = request.reads.num_rows
+            results.append(self._decide(request, logits_NC[row : row + count]))
             row += count
         return results
 
-    def _decide(self, prepared: PreparedRequest, logits_NL: NDArray[np.float32]) -> Decision | ModelOutputError:
-        questions = prepared.request.questions
-        counts = np.array(prepared.num_options)
-        logits_NO = logits_NL[:, : counts.max()].astype(np.float64)
-        is_option_NO = np.arange(logits_NO.shape[1]) < counts[:, None]
-        if not np.isfinite(logits_NO, where=is_option_NO, out=np.ones_like(is_option_NO)).all():
+    def _decide(self, prepared: PreparedRequest, logits_NC: NDArray[np.float32]) -> Decision | ModelOutputError:
+        questions, reads = prepared.request.questions, prepared.reads
+        logits_QO = reads.gather(logits_NC)
+        if not np.isfinite(logits_QO, where=reads.is_option_QO, out=np.ones_like(reads.is_option_QO)).all():
             return ModelOutputError("the model produced logits that are not finite")
         if self._temperatures:
-            logits_NO /= np.array([[self._temperatures.get(question.type, 1.0)] for question in questions.values()])
-        logits_NO[~is_option_NO] = -np.inf
-        weights = np.exp(logits_NO - logits_NO.max(1, keepdims=True)).tolist()
+            logits_QO /= np.array([[self._temperatures.get(question.type, 1.0)] for question in questions.values()])
+        weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
         answers = {
             question_id: answer_question(question, row[:count])
             for (question_id, question), row, count in zip(
@@ -105,11 +149,11 @@ class PendingRound:
 
 
 class RoundRunner:
-    """A model, its label rows and the way to run it.
+    """A model, its head and the way to run it.
 
     Args:
         model: on its device, in eval mode.
-        label_ids: ids of all labels in label order.
+        label_ids: ids of all labels in label order; used where the model has no head of its own.
         config: the engine's options.
         max_prompt_tokens: longest prompt there will be.
         model_name: name in the results.
@@ -117,6 +161,7 @@ class RoundRunner:
     Attributes:
         limit: what the requests of one round must keep within, unless there is only one.
         max_requests: how many there may be.
+        head: what reads the options.
         starts_ahead: whether a round can be started while another one runs (two at most).
     """
 
@@ -131,6 +176,13 @@ class RoundRunner:
     ) -> None:
         self._model_name, self._temperatures = model_name, dict(config.temperatures or {})
         device = model.lm_head.weight.device
+        self.head: Head
+        if model.head is None:
+            self.head = OptionHead(model.label_rows(label_ids), softcap=model.final_logit_softcapping)
+        else:
+            self.head = model.head
+        if not config.fork and self.head.prompt_style == "candidates":
+            raise ValueError(f"fork=False is not for a {self.head.kind} head: its questions fork into candidates")
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
         if device.type == "cuda":
             from flide.runtime.graphs import CudaStreams
@@ -139,7 +191,7 @@ class RoundRunner:
             model.merge_projections()
             self.streams: Streams | CudaStreams = CudaStreams(
                 model,
-                model.label_rows(label_ids),
+                self.head,
                 max_tokens=max_tokens,
                 max_prompt_tokens=max_prompt_tokens,
                 compile=compile,
@@ -149,9 +201,7 @@ class RoundRunner:
             self.limit = self.streams.limit
         else:
             config.resolve_graphs(device)
-            self.streams = Streams(
-                model, model.label_rows(label_ids), compile=compile, selective_readout=config.selective_readout
-            )
+            self.streams = Streams(model, self.head, compile=compile, selective_readout=config.selective_readout)
             self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED)
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)

@@ -1,7 +1,7 @@
-"""Running packed streams: token trees in, label logits out.
+"""Running packed streams: token trees in, logits of a head's columns out.
 
 ``Streams`` runs them where the model is, compiled or not, and returns when they are done: the CPU's way. ``graphs.py``
-has CUDA's: packed ahead into pinned memory and replayed. Shapes: N readout rows, L labels.
+has CUDA's: packed ahead into pinned memory and replayed. Shapes: N readout rows, C columns of the head.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flide.heads import Head
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import padded
 from flide.runtime.metadata import ForkMetadata, StreamCapacity
@@ -49,17 +50,17 @@ class PendingLogits(Protocol):
     """Logits of a stream that has been started."""
 
     def result(self) -> NDArray[np.float32]:
-        """Wait for the logits ``[N, L]`` of the rows read, in depth-first order of the trees. To be called once."""
+        """Wait for the logits ``[N, C]`` of the rows read, in depth-first order of the trees. To be called once."""
 
 
 class Ready:
     """Logits that are there already."""
 
-    def __init__(self, logits_NL: NDArray[np.float32]) -> None:
-        self._logits_NL = logits_NL
+    def __init__(self, logits_NC: NDArray[np.float32]) -> None:
+        self._logits_NC = logits_NC
 
     def result(self) -> NDArray[np.float32]:
-        return self._logits_NL
+        return self._logits_NC
 
 
 class Streams:
@@ -67,17 +68,15 @@ class Streams:
 
     Args:
         model: on its device, in eval mode.
-        label_rows_LD: ``model.label_rows(...)``.
+        head: what reads options out of hidden rows, in eval mode, on the model's device.
         compile: through ``torch.compile``; sizes are then padded, so that one graph serves them all.
         selective_readout: see ``ForDecision.forward``.
     """
 
-    def __init__(
-        self, model: ForDecision, label_rows_LD: Tensor, *, compile: bool, selective_readout: bool = True
-    ) -> None:
+    def __init__(self, model: ForDecision, head: Head, *, compile: bool, selective_readout: bool = True) -> None:
         self._compile = compile
         self.report = StartReport()
-        self._step = decision_step(model, label_rows_LD, selective_readout=selective_readout)
+        self._step = decision_step(model, head, selective_readout=selective_readout)
         if compile:
             self._step = compile_step(self._step)
 
@@ -102,11 +101,12 @@ class Streams:
         return Ready(self._step(meta.tokens, meta)[: needed.readouts].numpy())
 
 
-def decision_step(model: ForDecision, label_rows_LD: Tensor, *, selective_readout: bool = True) -> Step:
-    """The callable that is compiled and captured: a stream to its label logits ``[N, L]``."""
+def decision_step(model: ForDecision, head: Head, *, selective_readout: bool = True) -> Step:
+    """The callable that is compiled and captured: a stream to its logits ``[N, C]``."""
 
     def step(tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
-        return model.label_logits(model(tokens_T, meta, selective_readout=selective_readout), label_rows_LD)
+        logits_NC: Tensor = head(model(tokens_T, meta, selective_readout=selective_readout))
+        return logits_NC
 
     return step
 
@@ -125,8 +125,8 @@ def compile_step(step: Step, *, mode: str | None = None) -> Step:
 
     def run(tokens_T: Tensor, meta: ForkMetadata) -> Tensor:
         with _compile_settings():
-            logits_NL: Tensor = compiled(tokens_T, meta)
-        return logits_NL
+            logits_NC: Tensor = compiled(tokens_T, meta)
+        return logits_NC
 
     return run
 

@@ -197,6 +197,20 @@ class PromptTokenizer:
             raise _refusal(f"{count} options, but there are only {len(labels)} labels", "too_many_options")
         return labels[:count]
 
+    def answer_ids(self, texts: Sequence[str]) -> list[int]:
+        """The first token of each text where an answer is read.
+
+        Raises:
+            CheckpointError: two texts begin with the same token, or one does not begin with a token of its own.
+        """
+        context = self.frame.label_context
+        base = self._encode([context])[0]
+        encoded = self._encode([context + text for text in texts])
+        ids = [tokens[len(base)] for tokens in encoded if len(tokens) > len(base) and tokens[: len(base)] == base]
+        if len(set(ids)) < len(texts):
+            raise CheckpointError(f"the tokenizer does not tell {' and '.join(texts)} apart by their first token")
+        return ids
+
     def num_labels(self) -> int:
         """How many labels this tokenizer has, at most 255."""
         return len(self._all_labels())

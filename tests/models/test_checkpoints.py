@@ -372,9 +372,9 @@ class TestLoading:
         before: dict[str, tuple[int, int]] = {}
         stream = decision.stream_weights
 
-        def recorded(targets: dict[str, Tensor], sources: dict[str, StoredTensor]) -> None:
+        def recorded(targets: dict[str, Tensor], sources: dict[str, StoredTensor], **options: Any) -> None:
             before.update({name: (id(tensor), tensor.data_ptr()) for name, tensor in targets.items()})
-            stream(targets, sources)
+            stream(targets, sources, **options)
 
         monkeypatch.setattr(decision, "stream_weights", recorded)
         model = AutoModelForDecision.from_pretrained(tmp_path)

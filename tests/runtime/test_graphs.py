@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flide import DecisionRequest, Engine, EngineConfig, Noul
+from flide.heads import OptionHead
 from flide.models import Qwen35ForDecision
 from flide.models.qwen3_5 import Qwen35Config
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
@@ -65,7 +66,7 @@ class Captured:
         self.model = small_model()
         self.streams = CudaStreams(
             self.model,
-            self.model.label_rows(list(range(LABELS))),
+            OptionHead(self.model.label_rows(list(range(LABELS)))),
             max_tokens=MAX_TOKENS,
             max_prompt_tokens=4096,
             compile=compile,
@@ -212,13 +213,13 @@ def test_more_trunks_than_scratch_are_refused_and_nothing_is_lost(captured: Capt
 
 def test_a_model_belongs_to_one_engine_at_a_time() -> None:
     model = small_model()
-    rows = model.label_rows(list(range(LABELS)))
+    head = OptionHead(model.label_rows(list(range(LABELS))))
     sizes: dict[str, Any] = {"max_tokens": 64, "max_prompt_tokens": 64, "compile": False, "graphs": "off"}
-    first = CudaStreams(model, rows, **sizes)
+    first = CudaStreams(model, head, **sizes)
     with pytest.raises(ValueError, match="another engine"):
-        CudaStreams(model, rows, **sizes)
+        CudaStreams(model, head, **sizes)
     del first
-    CudaStreams(model, rows, **sizes)
+    CudaStreams(model, head, **sizes)
 
 
 @pytest.mark.parametrize("graphs", ["explicit", "reduce-overhead", "off"])
