@@ -1,4 +1,4 @@
-"""The command line: ``flide decide``, ``flide eval``, ``flide calibrate`` and ``flide info``.
+"""The command line: ``flide decide``, ``eval``, ``calibrate``, ``train``, ``merge`` and ``info``.
 
 Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from flide.evaluation.cli import add_calibrate, add_eval
+    from flide.train.cli import add_merge, add_train
 
     parser = argparse.ArgumentParser(prog="flide", description="Typed questions about a state, answered exactly.")
     parser.add_argument("--version", action="version", version=f"flide {__version__}")
@@ -99,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add_eval(commands)
     add_calibrate(commands)
+    add_train(commands)
+    add_merge(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")

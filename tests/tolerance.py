@@ -21,3 +21,5 @@ KERNEL_BUDGET = 3.0
 # The delta rule's kernels in bfloat16: RMS error of one segment over that of plain bfloat16 code. A segment of one row
 # averages few roundings.
 SEGMENT_BUDGET = 4.0
+# float32 gradients of a mean loss: one forked pass against isolated prompts, absolute for gradients below 1.
+GRADIENT_FP32 = 1e-5

@@ -1,0 +1,22 @@
+"""Fine-tuning decision models: LoRA adapters and heads, with each request's state shared by its questions."""
+
+from typing import TYPE_CHECKING
+
+from flide.lazy import lazy_exports as _lazy_exports
+
+if TYPE_CHECKING:
+    from flide.train.config import TrainConfig
+    from flide.train.merge import merge
+    from flide.train.run import BadRows, train
+
+__getattr__ = _lazy_exports(
+    __name__,
+    {
+        "flide.train.config": ("TrainConfig",),
+        "flide.train.merge": ("merge",),
+        "flide.train.run": ("BadRows", "train"),
+    },
+)
+
+
+__all__ = ["BadRows", "TrainConfig", "merge", "train"]

@@ -1,0 +1,71 @@
+"""From a fine-tuned directory to a plain checkpoint that needs nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flide.errors import CheckpointError
+from flide.models.auto import AutoModelForDecision
+from flide.models.directory import TOKENIZER_FILES, ModelDirectory
+from flide.models.weights import list_tensors
+from flide.runtime.calibration import CALIBRATION_FILE
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Fold adapters into the weights, and write the model with its head, tokenizer and temperatures.
+
+    Args:
+        model: the fine-tuned directory, or a Hub id.
+        out: the directory to write, which must not exist yet or be empty; it appears as a whole.
+        dtype: of the weights; None for that of the base.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: the model cannot be loaded or is whole already, or ``out`` cannot be written to.
+        OSError: a file cannot be written.
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{str(out)!r} exists and is not an empty directory")
+    found = ModelDirectory.open(model)
+    if found.is_whole:
+        raise CheckpointError(f"{found.path} is whole already: there is nothing to merge")
+    if dtype is None:
+        tensors = list_tensors(found.base).items()
+        dtype = next(_DTYPES[tensor.dtype] for name, tensor in tensors if name.endswith("embed_tokens.weight"))
+    loaded = AutoModelForDecision.from_pretrained(found.path, dtype=dtype)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        loaded.save_pretrained(unfinished)
+        copy_tokenizer(found, unfinished)
+        if (found.path / CALIBRATION_FILE).is_file():
+            shutil.copy2(found.path / CALIBRATION_FILE, unfinished)
+        unfinished.chmod(0o777 & ~_umask())
+        os.replace(unfinished, out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return out
+
+
+def copy_tokenizer(found: ModelDirectory, out: Path) -> None:
+    """Copy a model's tokenizer files as they are."""
+    for name in TOKENIZER_FILES:
+        if (found.tokenizer / name).is_file():
+            shutil.copyfile(found.tokenizer / name, out / name)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
