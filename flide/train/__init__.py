@@ -6,14 +6,14 @@ from flide.lazy import lazy_exports as _lazy_exports
 
 if TYPE_CHECKING:
     from flide.train.config import TrainConfig
-    from flide.train.merge import merge
+    from flide.train.merged import merge
     from flide.train.run import BadRows, train
 
 __getattr__ = _lazy_exports(
     __name__,
     {
         "flide.train.config": ("TrainConfig",),
-        "flide.train.merge": ("merge",),
+        "flide.train.merged": ("merge",),
         "flide.train.run": ("BadRows", "train"),
     },
 )

@@ -93,7 +93,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _merge(arguments: argparse.Namespace) -> int:
     from flide.runtime.config import EngineConfig
-    from flide.train.merge import merge
+    from flide.train.merged import merge
 
     print_line(str(merge(arguments.model, arguments.out, dtype=EngineConfig(dtype=arguments.dtype).resolve_dtype())))
     return 0

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +33,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.batches import Example, fingerprint, prepare_examples
 from flide.train.config import TrainConfig
-from flide.train.merge import copy_tokenizer
+from flide.train.merged import copy_tokenizer
 from flide.train.signals import StopSignals
 from flide.train.state import STATE_FILE, TrainingState
 from flide.train.trainer import Trainer
@@ -239,16 +239,16 @@ class _Run:
         ):
             while trainer.step < trainer.steps:
                 began = time.perf_counter()
-                report = trainer.advance(stop=stop.asked)
-                fields = {name: getattr(report, name) for name in report.__slots__ if name != "stop"}
-                self._log({**fields, "seconds": round(time.perf_counter() - began, 4)})
+                report = trainer.advance()
+                self._log({**asdict(report), "seconds": round(time.perf_counter() - began, 4)})
                 bar.update()
                 bar.set_postfix(loss=f"{report.loss:.4f}", lr=f"{report.lr:.1e}", refresh=False)
                 if trainer.ends_epoch and val:
                     validation = self._validate(val, report.epoch)
-                if report.stop or trainer.ends_epoch or trainer.step % self.config.save_every == 0:
+                stopping = trainer.any_process(stop.asked)
+                if stopping or trainer.ends_epoch or trainer.step % self.config.save_every == 0:
                     self._save()
-                if report.stop and trainer.step < trainer.steps:
+                if stopping and trainer.step < trainer.steps:
                     raise KeyboardInterrupt
             if validation is None and val:  # stopped between the last step and the end
                 validation = _compact(evaluate(trainer.evaluate(val), resamples=0)) if self.main else None

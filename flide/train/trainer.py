@@ -20,6 +20,7 @@ from flide.models.decision import ForDecision
 from flide.runtime.decision import answer_question
 from flide.train.batches import Example, collate, in_order, plan_epoch
 from flide.train.config import BETAS, BRIER_WEIGHT, CLIP_NORM, EPS, WEIGHT_DECAY, TrainConfig
+from flide.train.determinism import deterministic_algorithms
 from flide.train.state import rng_state, set_rng_state
 from flide.train.trainee import Trainee, decision_losses
 
@@ -35,7 +36,6 @@ class StepReport:
         grad_norm: of the gradients, before they were clipped.
         lr, head_lr: learning rates of the update.
         tokens, questions: how many there were.
-        stop: whether some process was asked to stop.
     """
 
     step: int
@@ -49,7 +49,6 @@ class StepReport:
     head_lr: float
     tokens: int
     questions: int
-    stop: bool
 
 
 class Trainer:
@@ -88,11 +87,9 @@ class Trainer:
         # In several processes the first averages gradients over them.
         self._forward, self._optimizer = accelerator.prepare(self.trainee, optimizer)
 
-    def advance(self, *, stop: bool = False) -> StepReport:
-        """One step.
-
-        Args:
-            stop: this process was asked to stop after this step; all get to know.
+    @deterministic_algorithms()
+    def advance(self) -> StepReport:
+        """One step, the same to the bit whenever it is done again.
 
         Raises:
             ModelOutputError: loss or gradients are not finite; nothing was updated.
@@ -116,8 +113,7 @@ class Trainer:
         with torch.no_grad():
             right = (logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).sum()
             sums = torch.stack([cross_entropy_Q.sum(), brier_Q.sum(), right.float()]) * weight
-            sums = torch.cat([sums, sums.new_tensor([float(stop)])])
-            cross_entropy, brier, accuracy, stops = self._accelerator.reduce(sums, "sum").tolist()
+            cross_entropy, brier, accuracy = self._accelerator.reduce(sums, "sum").tolist()
         cross_entropy, brier, accuracy = (x / questions for x in (cross_entropy, brier, accuracy))
         if not np.isfinite([cross_entropy, brier, grad_norm]).all():
             self._optimizer.zero_grad(set_to_none=True)
@@ -137,8 +133,11 @@ class Trainer:
             head_lr=rates[1],
             tokens=sum(self._examples[i].num_tokens for x in batches for i in x),
             questions=questions,
-            stop=stops > 0,
         )
+
+    def any_process(self, flag: bool) -> bool:
+        """Whether a flag is set in some process; all have to ask."""
+        return bool(self._accelerator.reduce(torch.tensor(float(flag), device=self._accelerator.device), "sum") > 0)
 
     @property
     def ends_epoch(self) -> bool:
