@@ -79,7 +79,7 @@ class Engine:
             max_prompt_tokens=limit,
             model_name=self.model_name,
         )
-        self._head = runner.head
+        self._head, self._depth = runner.head, runner.limit.depth
         self._worker = Worker(runner)
         self.report = runner.streams.report
 
@@ -180,7 +180,7 @@ class Engine:
         Raises:
             RequestError: the request is invalid, or the model's prompt or head has no place for it.
         """
-        return PreparedRequest.encode(parse_request(request), self.format, self._head)
+        return PreparedRequest.encode(parse_request(request), self.format, self._head, depth=self._depth)
 
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""

@@ -22,7 +22,7 @@ from flide.runtime.metadata import StreamCapacity
 from flide.runtime.prompt import ChatFormat, EncodedRequest
 from flide.runtime.request import DecisionRequest
 from flide.runtime.streams import PendingLogits, Streams
-from flide.runtime.tree import TokenTree, TreeLayout, longest_common_prefix
+from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout, longest_common_prefix
 from flide.runtime.wire import MAX_ERRORS, place
 
 UNLIMITED = 1 << 30
@@ -44,8 +44,16 @@ class PreparedRequest:
     reads: OptionReads
 
     @classmethod
-    def encode(cls, request: DecisionRequest, format: ChatFormat, head: Head) -> PreparedRequest:
+    def encode(
+        cls, request: DecisionRequest, format: ChatFormat, head: Head, *, depth: int = MAX_DEPTH
+    ) -> PreparedRequest:
         """Prepare a parsed request for a head.
+
+        Args:
+            request: what was asked.
+            format: in the style of the head.
+            head: what will read the options.
+            depth: levels of the tree, at most: with 3, candidates share their question.
 
         Raises:
             RequestError: the head has no column for an option, or see :meth:`ChatFormat.encode`.
@@ -59,13 +67,18 @@ class PreparedRequest:
         if errors:
             raise RequestError(errors[:MAX_ERRORS])
         reads = OptionReads.of(columns, row_per_option=head.prompt_style == "candidates")
-        return cls.from_encoded(request, format.encode(request), reads)
+        return cls.from_encoded(request, format.encode(request), reads, depth=depth)
 
     @classmethod
     def from_encoded(
-        cls, request: DecisionRequest, encoded: EncodedRequest, reads: OptionReads | None = None
+        cls,
+        request: DecisionRequest,
+        encoded: EncodedRequest,
+        reads: OptionReads | None = None,
+        *,
+        depth: int = MAX_DEPTH,
     ) -> PreparedRequest:
-        tree = _tree_of(encoded.tails, encoded.num_prompts)  # tails may begin alike, too
+        tree = _tree_of(encoded.tails, encoded.num_prompts, depth)  # tails may begin alike, too
         tree = replace(tree, tokens=[*encoded.shared, *tree.tokens])
         return cls.of(request, tree, encoded.num_options, reads)
 
@@ -89,11 +102,11 @@ class PreparedRequest:
         return parts
 
 
-def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int]) -> TokenTree:
+def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int], depth: int) -> TokenTree:
     """The trunk that all prompts share, and a branch for each group, with a leaf for each prompt where there are
     several. Prompts of a group that share no more than the trunk are branches themselves, and so are all where there
     are more groups than a round has room for."""
-    if max(group_sizes) == 1 or len(group_sizes) >= MAX_REQUESTS:
+    if depth == 2 or max(group_sizes) == 1 or len(group_sizes) >= MAX_REQUESTS:
         return TokenTree.from_prompts(prompts)
     cut = min(longest_common_prefix(prompts), min(map(len, prompts)) - 1)
     children: list[TokenTree] = []
@@ -159,7 +172,8 @@ class RoundRunner:
         model_name: name in the results.
 
     Attributes:
-        limit: what the requests of one round must keep within, unless there is only one.
+        limit: what the requests of one round must keep within, unless there is only one; its depth is that of trees. On
+            CUDA graphs are captured for two levels.
         max_requests: how many there may be.
         head: what reads the options.
         starts_ahead: whether a round can be started while another one runs (two at most).
@@ -202,7 +216,7 @@ class RoundRunner:
         else:
             config.resolve_graphs(device)
             self.streams = Streams(model, self.head, compile=compile, selective_readout=config.selective_readout)
-            self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED)
+            self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED, MAX_DEPTH)
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
 

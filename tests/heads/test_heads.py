@@ -26,6 +26,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import Question
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
+from tests.oracle import prompts_of
 from tests.tolerance import PROBABILITY_FP32
 
 CPU = EngineConfig(device="cpu")
@@ -122,6 +123,10 @@ def test_candidates_of_a_single_question_fork_from_the_trunk_and_so_do_those_of_
         assert all(child.tokens for child in (*alone.tree.children, *flat.tree.children, *deep.tree.children))
         assert deep.layout.num_parents == 4
         (first,), (second,) = (engine.decide([DecisionRequest("s", dict(list(many.items())[:n]))]) for n in (3, 256))
+    format = ChatFormat(tokenizer, style="candidates")
+    shallow = PreparedRequest.encode(deep.request, format, ScalarHead(8), depth=2)  # as for CUDA's graphs
+    assert shallow.layout.depth == 2
+    assert prompts_of(shallow.tree) == prompts_of(deep.tree)
     for i in range(3):
         expected = pytest.approx(probabilities_of(second, f"q{i}"), abs=PROBABILITY_FP32)
         assert probabilities_of(first, f"q{i}") == expected
