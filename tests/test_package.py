@@ -31,7 +31,8 @@ def test_all_names_exist_and_are_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["flide.evaluation", "flide.heads", "flide.models", "flide.layers", "flide.ops", "flide.runtime"]
+    "module",
+    ["flide.evaluation", "flide.heads", "flide.models", "flide.layers", "flide.ops", "flide.runtime", "flide.train"],
 )
 def test_submodules_say_what_is_public(module: str) -> None:
     imported = __import__(module, fromlist=["__all__"])

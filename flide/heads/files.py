@@ -111,7 +111,10 @@ def save_head(head: Head | None, directory: Path, *, base_model: str | None = No
     tensors = {} if head is None else {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}
     weights = directory / WEIGHTS_FILE
     if tensors:
-        save_file(tensors, weights, metadata={"format": "pt"})
+        try:
+            save_file(tensors, weights, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {weights}: {error}") from error
     else:
         weights.unlink(missing_ok=True)
     unfinished = directory / f"{HEAD_FILE}.tmp"

@@ -164,7 +164,10 @@ def save_adapter(model: nn.Module, directory: Path, *, base_model: str) -> None:
         for name, layer in layers.items()
         for factor in ("lora_A", "lora_B")
     }
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    try:
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {directory / WEIGHTS_FILE}: {error}") from error
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

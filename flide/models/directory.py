@@ -65,7 +65,10 @@ class ModelDirectory:
         if not isinstance(base, str) or not base:
             raise CheckpointError(f"{directory} does not say which model it belongs to ({ADAPTER_FILE}, {HEAD_FILE})")
         try:
-            base_directory = resolve_directory(base, cache_dir=cache_dir, local_files_only=local_files_only)
+            pinned = (adapter or {}).get("revision")
+            base_directory = resolve_directory(
+                base, revision=pinned, cache_dir=cache_dir, local_files_only=local_files_only
+            )
         except CheckpointError as error:
             raise CheckpointError(f"the model that {directory} belongs to cannot be had: {error}") from error
         return cls(directory, base_directory, has_adapter, head is not None)

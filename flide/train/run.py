@@ -57,7 +57,7 @@ class BadRows(FlideError):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainResult:
     """What a run came to.
 
     Attributes:
@@ -80,7 +80,7 @@ def train(
     val: str | Path | None = None,
     resume: bool = False,
     progress: bool | None = None,
-) -> Result:
+) -> TrainResult:
     """Fine-tune a model on labelled rows (``flide.evaluation.rows``).
 
     SIGINT and SIGTERM end the run after the step that is being done, with a checkpoint that ``resume`` goes on from,
@@ -138,7 +138,7 @@ def train(
         report = {"data": [file.name for file in files], "rows": len(files[0].rows), "validation": validation}
         _finish(run, head, found, report)
     accelerator.wait_for_everyone()
-    return Result(out, trainer.steps, validation)
+    return TrainResult(out, trainer.steps, validation)
 
 
 def check_accelerate() -> None:
@@ -317,4 +317,4 @@ def _compact(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     }
 
 
-__all__ = ["METRICS_FILE", "REPORT_FILE", "BadRows", "Result", "check_accelerate", "check_empty", "train"]
+__all__ = ["METRICS_FILE", "REPORT_FILE", "BadRows", "TrainResult", "check_accelerate", "check_empty", "train"]

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from flide.errors import CheckpointError
 from flide.heads import ScalarHead, save_head
@@ -22,6 +23,7 @@ from flide.models.adapter import CONFIG_FILE, WEIGHTS_FILE, read_adapter, save_a
 from flide.models.directory import ModelDirectory, lasting_name
 from flide.models.summary import summarize
 from flide.runtime import ForkMetadata, TokenTree
+from tests.models.test_checkpoints import multimodal_model
 from tests.oracle import TINY, isolated_logits, random_tokens, save_transformers, tiny_transformers_model
 from tests.tiny_tokenizer import write_tokenizer
 from tests.tolerance import LOGITS_FP32
@@ -93,6 +95,29 @@ def test_what_peft_writes_is_folded_at_load(
     assert (logits_of(plain, prompts) - logits_of(model, prompts)).abs().max() > 0.05  # the adapter does something
 
 
+def test_an_adapter_of_the_image_text_model_is_folded_into_its_text_part(
+    tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    whole = multimodal_model(tied=False)
+    base = save_transformers(whole, tmp_path / "base")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|out_proj)")
+    peft = get_peft_model(whole, config)
+    randomise(peft)
+    peft.save_pretrained(tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+    settings["base_model_name_or_path"] = str(base)
+    (tmp_path / "out" / CONFIG_FILE).write_text(json.dumps(settings))
+    assert_same(AutoModelForDecision.from_pretrained(tmp_path / "out"), peft.eval(), prompts)
+    # What is trained on such a base has the names of its text model, which transformers loads as a causal LM.
+    model = AutoModelForDecision.from_pretrained(base)
+    add_lora(model, rank=4, scale=2.0, generator=torch.Generator().manual_seed(0))
+    randomise(model)
+    (tmp_path / "ours").mkdir()
+    save_adapter(model, tmp_path / "ours", base_model=str(base))
+    text = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    assert_same(model, PeftModel.from_pretrained(text, tmp_path / "ours").eval(), prompts)
+
+
 def adapted(base: Path) -> Qwen35ForDecision:
     model = Qwen35ForDecision.from_pretrained(base)
     add_lora(model, rank=4, scale=2.0, generator=torch.Generator().manual_seed(0))
@@ -144,6 +169,13 @@ def test_adapters_that_compute_something_else_are_refused_by_name(
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, **fields}))
     with pytest.raises(CheckpointError, match=message):
         AutoModelForDecision.from_pretrained(tmp_path)
+
+
+def test_files_that_cannot_be_written_are_os_errors(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="none"):
+        save_adapter(adapted(base), tmp_path / "none", base_model=str(base))
+    with pytest.raises(OSError, match="none"):
+        save_head(ScalarHead(8), tmp_path / "none")
 
 
 @pytest.mark.parametrize("damage", ["shape", "name", "half", "other", "empty"])

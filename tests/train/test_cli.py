@@ -15,6 +15,7 @@ import pytest
 
 from flide import embedded_model_directory
 from flide.cli import main
+from flide.train.config import TrainConfig
 from flide.train.run import METRICS_FILE
 from flide.train.state import STATE_FILE, TrainingState
 from flide.train.trainer import Trainer
@@ -100,6 +101,18 @@ def test_ctrl_c_is_told_and_resume_needs_no_option_again(
     assert json.loads((out / "training.json").read_text())["config"]["batch_tokens"] == 300
     code, _, err = run(capsys, *common, "--resume")
     assert (code, "no run to resume" in err) == (2, True)
+
+
+def test_the_help_tells_the_defaults_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    defaults = TrainConfig().to_dict()
+    for name, value in defaults.items():
+        if name not in ("lora_alpha", "lora_targets"):  # computed, and all
+            entry = help_text.split(f" --{name.replace('_', '-')} ")[-1]
+            told = entry.partition("(default: ")[2].partition(")")[0]
+            assert (float(told) if isinstance(value, int | float) else told) == value, name
 
 
 @pytest.mark.parametrize("command", ["train", "merge"])
