@@ -86,6 +86,8 @@ def _train(arguments: argparse.Namespace) -> int:
         if (Path(arguments.out) / "training_state.pt").is_file():
             tell("stopped; the same command with --resume goes on")
         return INTERRUPTED
+    except OSError as error:  # of what it writes: the input was read before
+        raise RuntimeError(f"cannot write to {arguments.out!r}: {error.strerror or error}") from error
     summary = {"directory": str(result.directory), "steps": result.steps, "validation": result.validation}
     write_json(summary)
     return 0
@@ -95,5 +97,10 @@ def _merge(arguments: argparse.Namespace) -> int:
     from flide.runtime.config import EngineConfig
     from flide.train.merged import merge
 
-    print_line(str(merge(arguments.model, arguments.out, dtype=EngineConfig(dtype=arguments.dtype).resolve_dtype())))
+    dtype = EngineConfig(dtype=arguments.dtype).resolve_dtype()
+    try:
+        merged = merge(arguments.model, arguments.out, dtype=dtype)
+    except OSError as error:
+        raise RuntimeError(f"cannot write to {arguments.out!r}: {error.strerror or error}") from error
+    print_line(str(merged))
     return 0

@@ -103,6 +103,18 @@ def test_ctrl_c_is_told_and_resume_needs_no_option_again(
     assert (code, "no run to resume" in err) == (2, True)
 
 
+def test_a_directory_that_cannot_be_written_is_a_failure(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flide.train.state.TrainingState.save", full)
+    code, out, err = run(capsys, "train", "--model", BASE, "--data", data, "--out", tmp_path / "out", "--device", "cpu")
+    assert (code, out) == (1, "")
+    assert err == f"flide: cannot write to {str(tmp_path / 'out')!r}: No space left on device\n"
+
+
 def test_the_help_tells_the_defaults_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
