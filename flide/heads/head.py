@@ -29,9 +29,9 @@ class Head(nn.Module):
     """Base of heads. Its parameters and buffers are float32 and stay so under ``.to(dtype)``.
 
     A subclass sets ``kind``, says how its questions are asked (``prompt_style``), and implements :meth:`forward`,
-    :meth:`columns` and :meth:`initial`; one with numbers of its own also ``settings`` and ``from_settings``. Decorated
-    with :func:`register_head`, it is trained by ``flide train --head KIND`` (from Python: the command line knows only
-    what was imported) and loaded by name beside a model.
+    :meth:`columns` and :meth:`initial`; one with sizes of its own also :meth:`settings` and :meth:`from_settings`.
+    Decorated with :func:`register_head` it is trained by its name, ``TrainConfig(head=kind)``, and loaded by it; the
+    module that defines it has to be imported before.
 
     Attributes:
         kind: name in files and on the command line.
@@ -54,7 +54,8 @@ class Head(nn.Module):
     def columns(self, question: Question) -> Sequence[int]:
         """The column of each option, in the order of the answer; ``ZERO`` for a logit that is always 0.
 
-        With candidates each option reads its own row, and a ``ZERO`` has none; otherwise all read the question's row.
+        With candidates each option reads its own row, and a ``ZERO`` has none: a yes-or-no question, which has one
+        prompt, has one ``ZERO``. Otherwise all options read the question's row.
 
         Raises:
             ValueError: the head cannot answer this question.
