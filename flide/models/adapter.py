@@ -145,12 +145,13 @@ def save_adapter(model: nn.Module, directory: Path, *, base_model: str) -> None:
     scales = {layer.scale for layer in layers.values()}
     assert len(ranks) == len(scales) == 1, "adapters of one rank and scale"
     (rank,), (scale,) = ranks, scales
+    alpha = scale * rank
     config = {
         "base_model_name_or_path": base_model,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "lora_alpha": scale * rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers take nothing but integers
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": rank,
