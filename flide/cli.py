@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from flide.evaluation.cli import add_calibrate, add_eval
+    from flide.serve.cli import add_parser as add_serve
     from flide.train.cli import add_merge, add_train
 
     parser = argparse.ArgumentParser(prog="flide", description="Typed questions about a state, answered exactly.")
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add_calibrate(commands)
     add_train(commands)
     add_merge(commands)
+    add_serve(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")

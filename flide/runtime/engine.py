@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -79,7 +80,7 @@ class Engine:
             max_prompt_tokens=limit,
             model_name=self.model_name,
         )
-        self._head, self._depth = runner.head, runner.limit.depth
+        self._head, self._depth, self._round_tokens = runner.head, runner.limit.depth, runner.limit.tokens
         self._worker = Worker(runner)
         self.report = runner.streams.report
 
@@ -181,6 +182,24 @@ class Engine:
             RequestError: the request is invalid, or the model's prompt or head has no place for it.
         """
         return PreparedRequest.encode(parse_request(request), self.format, self._head, depth=self._depth)
+
+    def submit(self, prepared: PreparedRequest) -> Future[Decision]:
+        """Queue a prepared request and return; cancelling the future drops it unless its round has begun.
+
+        Raises:
+            RuntimeError: the engine is closed or was made before a fork.
+            ValueError: of an engine without forks, which runs a request in parts.
+        """
+        if not self.config.fork:
+            raise ValueError("an engine with fork=False has no single future for a request")
+        job = Job(prepared)
+        self._worker.submit([job])
+        return job.future
+
+    @property
+    def round_tokens(self) -> int:
+        """Rows of the largest round that requests share."""
+        return self._round_tokens
 
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""

@@ -1,0 +1,1 @@
+"""The server: System One and Decisions over HTTP, in front of one engine."""

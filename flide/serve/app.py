@@ -1,0 +1,260 @@
+"""The application: routes in front of an engine and a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flide.errors import RequestError
+from flide.runtime.engine import Engine
+from flide.runtime.rounds import PreparedRequest
+from flide.runtime.strict_json import parse_json
+from flide.runtime.wire import parse_body, place
+from flide.serve import faults
+from flide.serve.body import read_body
+from flide.serve.config import ServeConfig
+from flide.serve.faults import Fault
+from flide.serve.keys import ANYONE
+from flide.serve.metrics import Metrics
+from flide.serve.scheduler import Scheduler, Ticket
+
+logger = logging.getLogger("flide.serve")
+
+ALIAS = "jev-latest"  # always served
+REQUEST_ID = "x-typesafe-request-id"
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class DecisionServer:
+    """What the routes share.
+
+    Args:
+        engine: made ready; it stays the caller's to close.
+        config: limits.
+    """
+
+    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+        self.engine, self.config = engine, config
+        self.names = config.names or (engine.model_name,)
+        self.scheduler = Scheduler(
+            engine.submit,
+            round_tokens=engine.round_tokens,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            max_per_key=config.max_per_key,
+            max_wait=config.max_wait,
+        )
+        self.metrics = Metrics(
+            waiting=lambda: self.scheduler.waiting,
+            waiting_tokens=lambda: self.scheduler.waiting_tokens,
+            running_tokens=lambda: self.scheduler.running_tokens,
+        )
+        # Reading requests must leave a core to the engine, and to the event loop.
+        self._readers = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="flide-read")
+        self._started = datetime.now(UTC).date().isoformat()
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/systemone", self._route(self.systemone), methods=["POST"]),
+            Route("/v1/models", self._route(self.models), methods=["GET"]),
+            Route("/health", self._route(self.health, open=True), methods=["GET"]),
+            Route("/ready", self._route(self.ready, open=True), methods=["GET"]),
+            Route("/metrics", self._route(self.prometheus), methods=["GET"]),
+        ]
+        starlette = Starlette(
+            routes=routes,
+            lifespan=self._lifespan,
+            exception_handlers={404: _no_such_route, 405: _no_such_method},
+        )
+        return _Envelope(starlette, self.config)
+
+    async def systemone(self, request: Request) -> Response:
+        began = time.perf_counter()
+        prepared = await self._read(request, self._prepare)
+        read = time.perf_counter()
+        ticket = await self._answer(request, prepared)
+        decision = ticket.answer.result()
+        for answer in decision.answers.values():
+            self.metrics.questions.labels(answer.type).inc()
+        self.metrics.tokens.inc(decision.usage.input_tokens)
+        assert ticket.started is not None
+        assert ticket.ended is not None
+        wait, run = ticket.started - ticket.arrived, ticket.ended - ticket.started
+        self.metrics.wait.observe(wait)
+        self.metrics.run.observe(run)
+        timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
+        return JSONResponse({**decision.to_dict(), "model": self.names[0]}, headers={"Server-Timing": timing})
+
+    async def models(self, request: Request) -> Response:
+        names = dict.fromkeys([*self.names, ALIAS])
+        return JSONResponse(
+            {"models": [{"name": name, "description": "", "release_date": self._started} for name in names]}
+        )
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if self.engine.closed:
+            raise faults.unavailable("The engine is closed.")
+        if self.scheduler.stuck_for > self.config.stuck_after:
+            raise faults.unavailable("The engine has not answered for a while.")
+        return JSONResponse({"status": "ready"})
+
+    async def prometheus(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
+        """The request in a body, made ready off the event loop."""
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind not in ("application/json", "") and not kind.endswith("+json"):
+            raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
+        body = await read_body(
+            request.stream(),
+            encoding=request.headers.get("content-encoding", ""),
+            declared=request.headers.get("content-length"),
+            max_bytes=self.config.max_body_bytes,
+            timeout=self.config.body_timeout,
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._readers, prepare, body)
+        except RequestError as error:
+            raise faults.invalid(error) from None
+
+    def _prepare(self, body: bytes) -> PreparedRequest:
+        request = parse_body(parse_json(body))
+        self._check_model(request.model)
+        if len(request.questions) > self.config.max_questions:
+            message = f"Input should have at most {self.config.max_questions} questions, not {len(request.questions)}"
+            raise RequestError([{"loc": place("questions"), "msg": message, "type": "too_long"}])
+        return self.engine.prepare(request)
+
+    def _check_model(self, name: str) -> None:
+        if name != ALIAS and name not in self.names:
+            raise faults.no_such_model()
+
+    async def _answer(self, request: Request, prepared: PreparedRequest) -> Ticket:
+        """Wait for the answer, and for the client to leave."""
+        deciding = asyncio.ensure_future(self.scheduler.decide(prepared, request.state.key))
+        leaving = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait(
+                (deciding, leaving), timeout=self.config.request_timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if deciding.done():
+                return deciding.result()
+            if leaving.done():
+                raise ClientDisconnect
+            raise faults.unavailable("The request took too long.")
+        finally:
+            for task in (deciding, leaving):
+                task.cancel()
+            await asyncio.gather(deciding, leaving, return_exceptions=True)
+
+    def _route(self, handler: Handler, *, open: bool = False) -> Handler:
+        """A handler behind its key, whose faults become responses and are counted."""
+        name = handler.__name__
+
+        @functools.wraps(handler)
+        async def handle(request: Request) -> Response:
+            try:
+                request.state.key = ANYONE
+                if self.config.keys is not None and not open:
+                    request.state.key = self.config.keys.holder(request.headers.get("authorization"))
+                response = await handler(request)
+            except Fault as fault:
+                self.metrics.rejects.labels(fault.reason).inc()
+                response = _refusal(fault)
+            except ClientDisconnect:
+                self.metrics.rejects.labels("disconnected").inc()
+                response = Response(status_code=499)
+            except Exception as error:  # noqa: BLE001 - one request must not take others down
+                # The text of an error may quote what was sent.
+                logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
+                self.metrics.rejects.labels("internal_error").inc()
+                response = _refusal(faults.broken())
+            self.metrics.requests.labels(name, str(response.status_code)).inc()
+            return response
+
+        return handle
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await self.scheduler.drain()
+        self._readers.shutdown(cancel_futures=True)
+
+
+class _Envelope:
+    """What every response has, whoever made it: an id; and, on this machine alone, a ``Host`` that is this machine's,
+    so that no page in a browser can ask in its user's name."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
+        is_good = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+        request_id = given if is_good else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (REQUEST_ID.encode(), request_id.encode())]
+            await send(message)
+
+        if self._config.is_local and not _is_this_machine(
+            headers.get(b"host", b"").decode("latin-1"), self._config.host
+        ):
+            await _refusal(Fault.of(403, "permission_error", "The Host header names another machine."))(
+                scope, receive, send_with_id
+            )
+            return
+        await self._app(scope, receive, send_with_id)
+
+
+def _is_this_machine(host: str, bound: str) -> bool:
+    name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    return name.lower() in {"", "localhost", "127.0.0.1", "[::1]", bound.lower(), f"[{bound.lower()}]"}
+
+
+async def _gone(request: Request) -> None:
+    """Until the client leaves. The body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(fault: Fault) -> Response:
+    return JSONResponse({"detail": fault.detail}, status_code=fault.status, headers=fault.headers)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    return _refusal(Fault.of(404, "not_found_error", "There is no such route."))
+
+
+async def _no_such_method(request: Request, error: Exception) -> Response:
+    allowed = getattr(error, "headers", None) or {}
+    return _refusal(Fault.of(405, "method_not_allowed", "The route does not know this method.", headers=allowed))
+
+
+__all__ = ["ALIAS", "DecisionServer"]

@@ -1,0 +1,125 @@
+"""``flide serve``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+from dataclasses import replace
+from typing import Any
+
+from flide.console import add_temperature_options, given_temperatures, tell
+from flide.errors import FlideError
+
+NEEDED = ("starlette", "uvicorn", "zstandard", "prometheus_client")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP",
+        description="Serves System One at /v1/systemone. The port opens when the model is ready.",
+    )
+    parser.add_argument("--model", help="model directory or Hub id (default: the model in the package)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--root-path", default="", help="prefix under which a proxy shows the server")
+    parser.add_argument("--api-key", help="the key that requests have to bring")
+    parser.add_argument("--api-key-file", metavar="FILE", help="lines of name:key")
+    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name in answers (default: the model's)")
+    parser.add_argument("--alias", metavar="NAME", action="append", default=[], help="another name; may be repeated")
+    for name, text in (
+        ("max-queue", "requests that may wait"),
+        ("max-queue-ms", "milliseconds a request may wait"),
+        ("request-timeout", "seconds from a request's body to its answer"),
+        ("max-body-bytes", "of a body, packed and unpacked"),
+        ("max-questions", "of one request"),
+        ("max-prompt-tokens", "of a question with its state"),
+        ("max-requests-per-key", "that may wait or run"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=float if name == "request-timeout" else int, help=text)
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add_temperature_options(parser)
+    parser.set_defaults(run=serve)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise FlideError(f"serving needs {', '.join(missing)}: pip install 'flide-torch[serve]'")
+    import uvicorn
+
+    from flide.runtime.config import EngineConfig
+    from flide.runtime.engine import Engine
+    from flide.serve.app import DecisionServer
+    from flide.serve.config import ServeConfig
+    from flide.serve.keys import KeyRing
+
+    if arguments.api_key is not None and arguments.api_key_file is not None:
+        raise FlideError("give --api-key or --api-key-file, not both")
+    keys = None
+    if arguments.api_key is not None:
+        keys = KeyRing({"default": arguments.api_key})
+    elif arguments.api_key_file is not None:
+        keys = KeyRing.from_file(arguments.api_key_file)
+    given = {
+        "max_waiting": arguments.max_queue,
+        "max_wait": None if arguments.max_queue_ms is None else arguments.max_queue_ms / 1e3,
+        "request_timeout": arguments.request_timeout,
+        "max_body_bytes": arguments.max_body_bytes,
+        "max_questions": arguments.max_questions,
+        "max_per_key": arguments.max_requests_per_key,
+    }
+    config = ServeConfig(
+        host=arguments.host,
+        port=arguments.port,
+        keys=keys,
+        insecure=arguments.insecure,
+        root_path=arguments.root_path,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    logging.getLogger("flide").setLevel(arguments.log_level.upper())
+    temperatures = given_temperatures(arguments)
+    engine_config = EngineConfig(
+        device=arguments.device,
+        dtype=arguments.dtype,
+        model_name=arguments.served_model_name,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        temperatures=temperatures or None,
+    )
+    tell("making the model ready")
+    engine = (
+        Engine.default(engine_config)
+        if arguments.model is None
+        else Engine.from_pretrained(arguments.model, engine_config)
+    )
+    with engine:
+        engine.decide([WARM_UP])
+        names = (engine.model_name, *arguments.alias)
+        server = DecisionServer(engine, replace(config, names=names))
+        uvicorn.run(
+            server.app(),
+            host=config.host,
+            port=config.port,
+            root_path=config.root_path,
+            backlog=2048,
+            log_level=arguments.log_level,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(config.request_timeout) + 1,
+        )
+    return 0
+
+
+WARM_UP = {
+    "model": "jev-latest",
+    "state": "ready?",
+    "questions": {
+        "noul": {"type": "noul", "instructions": "Is it?"},
+        "choice": {"type": "choice", "criteria": {"yes": None, "no": None}},
+        "score": {"type": "score", "criteria": ["no", "yes"]},
+    },
+}

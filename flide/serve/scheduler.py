@@ -1,0 +1,192 @@
+"""Who runs next: a bounded queue in front of the engine, fair between keys, on the event loop's thread.
+
+The engine takes what it is given in order, so it is never given much: enough for the round that runs and the next one.
+What waits, waits here, where it can still be dropped. Nothing waits for company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from flide.runtime.decision import Decision
+from flide.runtime.rounds import PreparedRequest
+from flide.serve.faults import key_limit, queue_full, unavailable
+
+Submit = Callable[[PreparedRequest], "Future[Decision]"]
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request on its way.
+
+    Attributes:
+        key: name of who asks.
+        tokens: rows it takes of a round.
+        arrived, started, ended: seconds on the monotonic clock.
+        answer: of the engine.
+    """
+
+    prepared: PreparedRequest
+    key: str
+    tokens: int
+    arrived: float
+    answer: asyncio.Future[Decision]
+    started: float | None = None
+    ended: float | None = None
+    running: Future[Decision] | None = field(default=None, repr=False)
+
+
+class Scheduler:
+    """Hands requests to an engine.
+
+    Args:
+        submit: starts a request on the engine.
+        round_tokens: rows of the engine's largest round.
+        max_waiting: requests that may wait.
+        max_waiting_tokens: their rows.
+        max_per_key: requests of one key that may wait or run; None for any number.
+        max_wait: seconds a request may wait before it runs.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        *,
+        round_tokens: int,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        max_per_key: int | None,
+        max_wait: float,
+    ) -> None:
+        self._submit, self._ahead = submit, 2 * round_tokens
+        self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
+        self._max_per_key, self._max_wait = max_per_key, max_wait
+        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # by key; the first one is next
+        self._running: set[Ticket] = set()
+        self._per_key: dict[str, int] = {}
+        self.waiting = self.waiting_tokens = self.running_tokens = 0
+        self._draining = False
+
+    async def decide(self, prepared: PreparedRequest, key: str) -> Ticket:
+        """Wait for a request's answer; the ticket has it. Cancelled, it is dropped unless it runs.
+
+        Raises:
+            Fault: 429, 503, 529.
+            Exception: whatever the engine raised.
+        """
+        if self._draining:
+            raise unavailable("The server is shutting down.")
+        tokens = prepared.needed.tokens
+        if self.waiting >= self._max_waiting or (
+            self.waiting and self.waiting_tokens + tokens > self._max_waiting_tokens
+        ):
+            raise queue_full()
+        if self._max_per_key is not None and self._per_key.get(key, 0) >= self._max_per_key:
+            raise key_limit(self._max_per_key)
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(prepared, key, tokens, time.monotonic(), loop.create_future())
+        self._per_key[key] = self._per_key.get(key, 0) + 1
+        self._waiting.setdefault(key, deque()).append(ticket)
+        self.waiting += 1
+        self.waiting_tokens += tokens
+        expiry = loop.call_later(self._max_wait, self._expire, ticket)
+        try:
+            self._pump()
+            await ticket.answer
+            return ticket
+        finally:
+            expiry.cancel()
+            self._leave(ticket)
+
+    @property
+    def stuck_for(self) -> float:
+        """Seconds since the oldest request that runs was started; 0 if none runs."""
+        return time.monotonic() - min(
+            (t.started for t in self._running if t.started is not None), default=time.monotonic()
+        )
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until all that was taken is answered."""
+        self._draining = True
+        while self.waiting or self._running:
+            await asyncio.sleep(0.01)
+
+    def _pump(self) -> None:
+        """Start what the engine has room for, one request of each key in turn."""
+        while self._waiting:
+            key, queue = next(iter(self._waiting.items()))
+            ticket = queue[0]
+            if self._running and self.running_tokens + ticket.tokens > self._ahead:
+                return
+            self._take(ticket)
+            if key in self._waiting:
+                self._waiting.move_to_end(key)
+            ticket.started = time.monotonic()
+            try:
+                ticket.running = self._submit(ticket.prepared)
+            except Exception as error:  # noqa: BLE001 - it is raised where the answer is awaited
+                _settle(ticket, None, error)
+                continue
+            self._running.add(ticket)
+            self.running_tokens += ticket.tokens
+            ticket.running.add_done_callback(functools.partial(self._finish_soon, ticket))
+
+    def _finish_soon(self, ticket: Ticket, _: Future[Decision]) -> None:
+        """On the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            ticket.answer.get_loop().call_soon_threadsafe(self._finish, ticket)
+
+    def _finish(self, ticket: Ticket) -> None:
+        self._running.discard(ticket)
+        self.running_tokens -= ticket.tokens
+        assert ticket.running is not None
+        if ticket.running.cancelled():
+            ticket.answer.cancel()
+        else:
+            error = ticket.running.exception()
+            _settle(ticket, None if error else ticket.running.result(), error)
+        self._pump()
+
+    def _expire(self, ticket: Ticket) -> None:
+        if ticket.started is None and not ticket.answer.done():
+            self._take(ticket)
+            _settle(ticket, None, unavailable("The request waited too long."))
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Nobody waits for a ticket any more."""
+        if ticket.started is None:
+            self._take(ticket)
+        elif ticket.running is not None:
+            ticket.running.cancel()  # unless its round has begun
+        self._per_key[ticket.key] -= 1
+        if not self._per_key[ticket.key]:
+            del self._per_key[ticket.key]
+
+    def _take(self, ticket: Ticket) -> None:
+        """Out of the queue, if it is there."""
+        queue = self._waiting.get(ticket.key)
+        if queue is None or ticket not in queue:
+            return
+        queue.remove(ticket)
+        if not queue:
+            del self._waiting[ticket.key]
+        self.waiting -= 1
+        self.waiting_tokens -= ticket.tokens
+
+
+def _settle(ticket: Ticket, decision: Decision | None, error: BaseException | None) -> None:
+    ticket.ended = time.monotonic()
+    if ticket.answer.done():
+        return
+    if error is not None:
+        ticket.answer.set_exception(error)
+    else:
+        assert decision is not None
+        ticket.answer.set_result(decision)
