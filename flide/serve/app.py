@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from starlette.applications import Starlette
@@ -20,13 +21,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flide.errors import RequestError
+from flide.runtime.decision import Decision
 from flide.runtime.engine import Engine
+from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
 from flide.serve.body import read_body
 from flide.serve.config import ServeConfig
+from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.metrics import Metrics
@@ -36,6 +40,7 @@ logger = logging.getLogger("flide.serve")
 
 ALIAS = "jev-latest"  # always served
 REQUEST_ID = "x-typesafe-request-id"
+OPENAI_REQUEST_ID = "x-request-id"  # the same id
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -71,6 +76,7 @@ class DecisionServer:
         """The ASGI application."""
         routes = [
             Route("/v1/systemone", self._route(self.systemone), methods=["POST"]),
+            Route("/v1/decisions", self._route(self.decisions), methods=["POST"]),
             Route("/v1/models", self._route(self.models), methods=["GET"]),
             Route("/health", self._route(self.health, open=True), methods=["GET"]),
             Route("/ready", self._route(self.ready, open=True), methods=["GET"]),
@@ -84,8 +90,35 @@ class DecisionServer:
         return _Envelope(starlette, self.config)
 
     async def systemone(self, request: Request) -> Response:
+        decision, headers = await self._decide(request, self._prepare)
+        return JSONResponse(decision.to_dict(), headers=headers)
+
+    async def decisions(self, request: Request) -> Response:
+        """OpenAI's shape, and System One's as on its own route."""
+        translated: Translated | None = None
+
+        def prepare(body: bytes) -> PreparedRequest:
+            nonlocal translated
+            parsed = parse_json(body)
+            if is_systemone(parsed):
+                request.state.refusal = _refusal
+                return self._admit(parse_body(parsed))
+            translated = translate(parsed)
+            try:
+                return self._admit(translated.request)
+            except RequestError as error:
+                raise in_this_shape(error) from None
+
+        decision, headers = await self._decide(request, prepare)
+        answer = decision.to_dict() if translated is None else translated.response(decision)
+        return JSONResponse(answer, headers=headers)
+
+    async def _decide(
+        self, request: Request, prepare: Callable[[bytes], PreparedRequest]
+    ) -> tuple[Decision, dict[str, str]]:
+        """The decision under the name of the model that is served, and headers for its response."""
         began = time.perf_counter()
-        prepared = await self._read(request, self._prepare)
+        prepared = await self._read(request, prepare)
         read = time.perf_counter()
         ticket = await self._answer(request, prepared)
         decision = ticket.answer.result()
@@ -98,7 +131,7 @@ class DecisionServer:
         self.metrics.wait.observe(wait)
         self.metrics.run.observe(run)
         timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
-        return JSONResponse({**decision.to_dict(), "model": self.names[0]}, headers={"Server-Timing": timing})
+        return replace(decision, model=self.names[0]), {"Server-Timing": timing}
 
     async def models(self, request: Request) -> Response:
         names = dict.fromkeys([*self.names, ALIAS])
@@ -138,7 +171,9 @@ class DecisionServer:
             raise faults.invalid(error) from None
 
     def _prepare(self, body: bytes) -> PreparedRequest:
-        request = parse_body(parse_json(body))
+        return self._admit(parse_body(parse_json(body)))
+
+    def _admit(self, request: DecisionRequest) -> PreparedRequest:
         self._check_model(request.model)
         if len(request.questions) > self.config.max_questions:
             message = f"Input should have at most {self.config.max_questions} questions, not {len(request.questions)}"
@@ -174,13 +209,13 @@ class DecisionServer:
         @functools.wraps(handler)
         async def handle(request: Request) -> Response:
             try:
-                request.state.key = ANYONE
+                request.state.key, request.state.refusal = ANYONE, _refusal_at(request.scope["path"])
                 if self.config.keys is not None and not open:
                     request.state.key = self.config.keys.holder(request.headers.get("authorization"))
                 response = await handler(request)
             except Fault as fault:
                 self.metrics.rejects.labels(fault.reason).inc()
-                response = _refusal(fault)
+                response = request.state.refusal(fault)
             except ClientDisconnect:
                 self.metrics.rejects.labels("disconnected").inc()
                 response = Response(status_code=499)
@@ -188,7 +223,7 @@ class DecisionServer:
                 # The text of an error may quote what was sent.
                 logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
                 self.metrics.rejects.labels("internal_error").inc()
-                response = _refusal(faults.broken())
+                response = request.state.refusal(faults.broken())
             self.metrics.requests.labels(name, str(response.status_code)).inc()
             return response
 
@@ -220,15 +255,15 @@ class _Envelope:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID.encode(), request_id.encode())]
+                ids = [(name.encode(), request_id.encode()) for name in (REQUEST_ID, OPENAI_REQUEST_ID)]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         if self._config.is_local and not _is_this_machine(
             headers.get(b"host", b"").decode("latin-1"), self._config.host
         ):
-            await _refusal(Fault.of(403, "permission_error", "The Host header names another machine."))(
-                scope, receive, send_with_id
-            )
+            fault = Fault.of(403, "permission_error", "The Host header names another machine.")
+            await _refusal_at(scope["path"])(fault)(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
@@ -244,6 +279,11 @@ async def _gone(request: Request) -> None:
         pass
 
 
+def _refusal_at(path: str) -> Callable[[Fault], Response]:
+    """How a route tells what is wrong, until a body says otherwise."""
+    return refusal if path.endswith("/v1/decisions") else _refusal
+
+
 def _refusal(fault: Fault) -> Response:
     return JSONResponse({"detail": fault.detail}, status_code=fault.status, headers=fault.headers)
 
@@ -254,7 +294,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 async def _no_such_method(request: Request, error: Exception) -> Response:
     allowed = getattr(error, "headers", None) or {}
-    return _refusal(Fault.of(405, "method_not_allowed", "The route does not know this method.", headers=allowed))
+    fault = Fault.of(405, "method_not_allowed", "The route does not know this method.", headers=allowed)
+    return _refusal_at(request.scope["path"])(fault)
 
 
 __all__ = ["ALIAS", "DecisionServer"]
