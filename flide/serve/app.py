@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,9 +31,11 @@ from flide.serve import faults
 from flide.serve.body import read_body
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
+from flide.serve.docs_page import POLICY, docs_page
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.metrics import Metrics
+from flide.serve.openapi import document
 from flide.serve.scheduler import Scheduler, Ticket
 
 logger = logging.getLogger("flide.serve")
@@ -70,6 +72,7 @@ class DecisionServer:
         )
         # Reading requests must leave a core to the engine, and to the event loop.
         self._readers = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="flide-read")
+        self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
         self._started = datetime.now(UTC).date().isoformat()
 
     def app(self) -> ASGIApp:
@@ -81,6 +84,8 @@ class DecisionServer:
             Route("/health", self._route(self.health, open=True), methods=["GET"]),
             Route("/ready", self._route(self.ready, open=True), methods=["GET"]),
             Route("/metrics", self._route(self.prometheus), methods=["GET"]),
+            Route("/openapi.json", self._route(self.openapi), methods=["GET"]),
+            Route("/docs", self._route(self.docs), methods=["GET"]),
         ]
         starlette = Starlette(
             routes=routes,
@@ -151,6 +156,12 @@ class DecisionServer:
 
     async def prometheus(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(docs_page(self._document), headers={"Content-Security-Policy": POLICY})
 
     async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
         """The request in a body, made ready off the event loop."""

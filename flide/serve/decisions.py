@@ -117,7 +117,12 @@ def in_this_shape(error: RequestError) -> RequestError:
 
 
 def refusal(fault: Fault) -> Response:
-    """A fault in OpenAI's envelope, of which one problem is told. What is wrong with a request is always a 400."""
+    """A fault in OpenAI's envelope. What is wrong with a request is always a 400."""
+    return JSONResponse(envelope(fault), status_code=_status(fault), headers=fault.headers)
+
+
+def envelope(fault: Fault) -> dict[str, Any]:
+    """OpenAI's words for a fault: of several problems, the first."""
     param = None
     if isinstance(fault.detail, list):
         first = fault.detail[0]
@@ -127,10 +132,13 @@ def refusal(fault: Fault) -> Response:
         message, code = fault.detail["message"], fault.detail["error_type"]
         if code == "api_usage_error":
             param, code = "model", "model_not_found"
-    status = 400 if fault.status == 422 else fault.status
+    status = _status(fault)
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": error}, status_code=status, headers=fault.headers)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _status(fault: Fault) -> int:
+    return 400 if fault.status == 422 else fault.status
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}
