@@ -13,11 +13,12 @@ For research without the engine see ``flide.models``; for the stream see ``flide
 import logging as _logging
 from typing import TYPE_CHECKING
 
-from flide.errors import CheckpointError, FlideError, ModelOutputError, RequestError
+from flide.errors import CheckpointError, FlideError, ModelOutputError, RequestError, ServerError
 from flide.lazy import lazy_exports as _lazy_exports
 from flide.version import __version__
 
 if TYPE_CHECKING:
+    from flide.client import AsyncClient, Client
     from flide.models import AutoModelForDecision
     from flide.runtime.config import EngineConfig
     from flide.runtime.decision import ChoiceAnswer, Decision, NoulAnswer, ScoreAnswer, Usage
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __getattr__ = _lazy_exports(
     __name__,
     {
+        "flide.client": ("AsyncClient", "Client"),
         "flide.models": ("AutoModelForDecision",),
         "flide.runtime.config": ("EngineConfig",),
         "flide.runtime.decision": ("ChoiceAnswer", "Decision", "NoulAnswer", "ScoreAnswer", "Usage"),
@@ -43,10 +45,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AsyncClient",
     "AutoModelForDecision",
     "CheckpointError",
     "Choice",
     "ChoiceAnswer",
+    "Client",
     "Decision",
     "DecisionRequest",
     "Engine",
@@ -58,6 +62,7 @@ __all__ = [
     "RequestError",
     "Score",
     "ScoreAnswer",
+    "ServerError",
     "Usage",
     "__version__",
     "embedded_model_directory",

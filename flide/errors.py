@@ -1,4 +1,5 @@
-"""The errors users meet. Bad input is a ``ValueError``; a model whose output is no number is a ``RuntimeError``."""
+"""The errors users meet. Bad input is a ``ValueError``; a model whose output is no number is a ``RuntimeError``, and
+so is a server that does not answer."""
 
 from __future__ import annotations
 
@@ -15,6 +16,22 @@ class CheckpointError(FlideError):
 
 class ModelOutputError(RuntimeError):
     """The model produced logits that are not finite; its weights are damaged or its dtype overflows."""
+
+
+class ServerError(RuntimeError):
+    """A server that gave no answer.
+
+    Attributes:
+        status: of its response, or None where there was none.
+        kind: its word for what is wrong, like ``overloaded_error``, or None.
+        request_id: names the request in the server's logs, or None.
+    """
+
+    def __init__(
+        self, message: str, *, status: int | None = None, kind: str | None = None, request_id: str | None = None
+    ) -> None:
+        self.status, self.kind, self.request_id = status, kind, request_id
+        super().__init__(message)
 
 
 class RequestError(FlideError):
