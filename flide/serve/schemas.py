@@ -54,7 +54,7 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                     "minProperties": 1,
                     "maxProperties": max_questions,
                 },
-                "assets": {"type": ["object", "null"], "maxProperties": 0, "description": "Only text can be read."},
+                "assets": {"enum": [None, {}, [], "", False, 0], "description": "Nothing: only text can be read."},
             },
             required=["model", "state", "questions"],
         ),
