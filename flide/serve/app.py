@@ -25,7 +25,7 @@ from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
-from flide.serve.body import read_body
+from flide.serve.body import known_encoding, read_body, unpack
 from flide.serve.config import ServeConfig
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
@@ -124,16 +124,12 @@ class DecisionServer:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind not in ("application/json", "") and not kind.endswith("+json"):
             raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
-        body = await read_body(
-            request.stream(),
-            encoding=request.headers.get("content-encoding", ""),
-            declared=request.headers.get("content-length"),
-            max_bytes=self.config.max_body_bytes,
-            timeout=self.config.body_timeout,
-        )
+        encoding, limit = known_encoding(request.headers.get("content-encoding", "")), self.config.max_body_bytes
+        declared = request.headers.get("content-length")
+        packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=self.config.body_timeout)
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, prepare, body)
+            return await loop.run_in_executor(self._readers, lambda: prepare(unpack(packed, encoding, limit)))
         except RequestError as error:
             raise faults.invalid(error) from None
 
