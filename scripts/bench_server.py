@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from scripts.workloads import FIXED, Shape
 
-CHARACTERS_PER_TOKEN = 4.2  # of English in a large vocabulary
+CHARACTERS_PER_TOKEN = 6.4  # of the words below in a large vocabulary
 WORDS = [
     "the",
     "customer",
