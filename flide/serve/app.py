@@ -183,8 +183,9 @@ class DecisionServer:
             except Exception as error:  # noqa: BLE001 - one request must not take others down
                 # The text of an error may quote what was sent.
                 logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
-                self.metrics.rejects.labels("internal_error").inc()
-                response = _refusal(faults.broken())
+                fault = faults.unavailable("The engine is closed.") if self.engine.closed else faults.broken()
+                self.metrics.rejects.labels(fault.reason).inc()
+                response = _refusal(fault)
             self.metrics.requests.labels(name, str(response.status_code)).inc()
             return response
 

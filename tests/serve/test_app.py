@@ -13,7 +13,7 @@ import httpx
 import pytest
 import zstandard
 
-from flide import Engine, ModelOutputError
+from flide import Engine, EngineConfig, ModelOutputError
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from tests.serve.conftest import BODY, Served
@@ -238,6 +238,21 @@ def test_logits_that_are_not_finite_are_an_error_of_that_request(engine: Engine)
         with httpx.Client(base_url=served.url, timeout=60) as own:
             assert post(own, body(state="breaks")).status_code == 500
             assert post(own, BODY).status_code == 200
+    finally:
+        served.stop()
+
+
+def test_a_closed_engine_is_unavailable_not_broken() -> None:
+    engine = Engine.default(EngineConfig(device="cpu"))
+    served = Served(engine, ServeConfig())
+    try:
+        with httpx.Client(base_url=served.url, timeout=60) as own:
+            engine.close()
+            assert own.get("/ready").status_code == 503
+            assert own.get("/health").status_code == 200
+            response = post(own, BODY)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) < 30
     finally:
         served.stop()
 
