@@ -28,7 +28,7 @@ from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
-from flide.serve.body import read_body
+from flide.serve.body import known_encoding, read_body, unpack
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
 from flide.serve.docs_page import POLICY, docs_page
@@ -168,16 +168,12 @@ class DecisionServer:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind not in ("application/json", "") and not kind.endswith("+json"):
             raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
-        body = await read_body(
-            request.stream(),
-            encoding=request.headers.get("content-encoding", ""),
-            declared=request.headers.get("content-length"),
-            max_bytes=self.config.max_body_bytes,
-            timeout=self.config.body_timeout,
-        )
+        encoding, limit = known_encoding(request.headers.get("content-encoding", "")), self.config.max_body_bytes
+        declared = request.headers.get("content-length")
+        packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=self.config.body_timeout)
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._readers, prepare, body)
+            return await loop.run_in_executor(self._readers, lambda: prepare(unpack(packed, encoding, limit)))
         except RequestError as error:
             raise faults.invalid(error) from None
 
@@ -233,8 +229,9 @@ class DecisionServer:
             except Exception as error:  # noqa: BLE001 - one request must not take others down
                 # The text of an error may quote what was sent.
                 logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
-                self.metrics.rejects.labels("internal_error").inc()
-                response = request.state.refusal(faults.broken())
+                failure = faults.unavailable("The engine is closed.") if self.engine.closed else faults.broken()
+                self.metrics.rejects.labels(failure.reason).inc()
+                response = request.state.refusal(failure)
             self.metrics.requests.labels(name, str(response.status_code)).inc()
             return response
 

@@ -5,126 +5,111 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
-from typing import Protocol
 
 import zstandard
 
 from flide.errors import RequestError
-from flide.serve.faults import invalid, slow_body, too_large, unsupported_media
+from flide.serve.faults import Fault, invalid, slow_body, too_large, unsupported_media
 
-PIECE = 1 << 16
-
-
-class _Unpack(Protocol):
-    """What of a body has been unpacked so far."""
-
-    def feed(self, data: bytes) -> bytes: ...
-
-    def finish(self) -> None: ...
+PIECE = 1 << 10  # bytes of zstd that are unpacked at a time: at most 32 MB, by the densest of its blocks
+UNKNOWN_SIZES = (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
+ENCODINGS = ("", "identity", "gzip", "zstd")
 
 
-async def read_body(
-    chunks: AsyncIterator[bytes], *, encoding: str, declared: str | None, max_bytes: int, timeout: float
-) -> bytes:
-    """The body, unpacked.
+def known_encoding(header: str) -> str:
+    """What a ``Content-Encoding`` header names.
+
+    Raises:
+        Fault: 415.
+    """
+    encoding = header.strip().lower()
+    if encoding not in ENCODINGS:
+        raise unsupported_media("Content-Encoding should be gzip, zstd or absent.")
+    return encoding
+
+
+async def read_body(chunks: AsyncIterator[bytes], *, declared: str | None, max_bytes: int, timeout: float) -> bytes:
+    """The body as it was sent.
 
     Args:
         chunks: as they come.
-        encoding: the request's ``Content-Encoding``; gzip, zstd and none are known.
         declared: its ``Content-Length``.
-        max_bytes: of the body as sent, and of what it unpacks to.
+        max_bytes: it may have.
         timeout: seconds in which it has to be there.
 
     Raises:
-        Fault: 408, 413, 415; 422 where it does not unpack.
+        Fault: 408, 413.
     """
     if declared is not None and declared.isdigit() and int(declared) > max_bytes:
         raise too_large("body", max_bytes)
-    unpack = _unpacker(encoding.strip().lower(), max_bytes)
     parts: list[bytes] = []
-    received = unpacked = 0
+    received = 0
     try:
         async with asyncio.timeout(timeout):
             async for chunk in chunks:
                 received += len(chunk)
                 if received > max_bytes:
                     raise too_large("body", max_bytes)
-                for begin in range(0, len(chunk), PIECE):
-                    part = unpack.feed(chunk[begin : begin + PIECE])
-                    unpacked += len(part)
-                    if unpacked > max_bytes:
-                        raise too_large("unpacked body", max_bytes)
-                    parts.append(part)
+                parts.append(chunk)
     except TimeoutError:
         raise slow_body(timeout) from None
-    unpack.finish()
     return b"".join(parts)
 
 
-def _unpacker(encoding: str, max_bytes: int) -> _Unpack:
-    if encoding in ("", "identity"):
-        return _Plain()
-    if encoding in ("gzip", "x-gzip"):
-        return _Gzip(max_bytes)
+def unpack(data: bytes, encoding: str, max_bytes: int) -> bytes:
+    """What a body unpacks to; one gzip member, or one zstd frame.
+
+    Args:
+        encoding: of ``known_encoding``.
+        max_bytes: it may unpack to. Memory is bounded by it.
+
+    Raises:
+        Fault: 413; 422 where it does not unpack.
+    """
+    if encoding == "gzip":
+        return _gunzip(data, max_bytes)
     if encoding == "zstd":
-        return _Zstd(max_bytes)
-    raise unsupported_media("Content-Encoding should be gzip, zstd or absent.")
+        return _unzstd(data, max_bytes)
+    return data
 
 
-class _Plain:
-    def feed(self, data: bytes) -> bytes:
-        return data
-
-    def finish(self) -> None:
-        pass
-
-
-class _Gzip:
-    """One gzip member. Never unpacks more than one byte beyond the limit."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._inflate, self._left = zlib.decompressobj(wbits=31), max_bytes + 1
-
-    def feed(self, data: bytes) -> bytes:
-        if self._inflate.eof:
-            raise _damaged()
-        try:
-            out = self._inflate.decompress(data, self._left)
-        except zlib.error:
-            raise _damaged() from None
-        self._left -= len(out)
-        if self._inflate.unused_data:
-            raise _damaged()
-        return out
-
-    def finish(self) -> None:
-        if not self._inflate.eof:
-            raise _damaged()
+def _gunzip(data: bytes, max_bytes: int) -> bytes:
+    inflate = zlib.decompressobj(wbits=31)
+    try:
+        out = inflate.decompress(data, max_bytes + 1)
+    except zlib.error:
+        raise _damaged() from None
+    if len(out) > max_bytes:
+        raise too_large("unpacked body", max_bytes)
+    if not inflate.eof or inflate.unused_data:
+        raise _damaged()
+    return out
 
 
-class _Zstd:
-    """One zstd frame, whose window is bounded too."""
+def _unzstd(data: bytes, max_bytes: int) -> bytes:
+    window = 1 << max(23, max_bytes.bit_length())  # what a frame may keep at hand; all decoders allow 8 MB
+    parts: list[bytes] = []
+    size = 0
+    try:
+        frame = zstandard.get_frame_parameters(data)
+        declared = 0 if frame.content_size in UNKNOWN_SIZES else frame.content_size
+        if declared > max_bytes or frame.window_size > window:
+            raise too_large("unpacked body", max_bytes)
+        unpacking = zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+        for begin in range(0, len(data), PIECE):
+            if unpacking.eof:
+                raise _damaged()
+            parts.append(unpacking.decompress(data[begin : begin + PIECE]))
+            size += len(parts[-1])
+            if size > max_bytes:
+                raise too_large("unpacked body", max_bytes)
+    except zstandard.ZstdError:
+        raise _damaged() from None
+    if not unpacking.eof or unpacking.unused_data:
+        raise _damaged()
+    return b"".join(parts)
 
-    def __init__(self, max_bytes: int) -> None:
-        window = max(1 << 10, min(max_bytes, 8 << 20))
-        self._frames = zstandard.ZstdDecompressor(max_window_size=window).decompressobj(write_size=PIECE)
 
-    def feed(self, data: bytes) -> bytes:
-        if self._frames.eof:
-            raise _damaged()
-        try:
-            out = self._frames.decompress(data)
-        except zstandard.ZstdError:
-            raise _damaged() from None
-        if self._frames.unused_data:
-            raise _damaged()
-        return out
-
-    def finish(self) -> None:
-        if not self._frames.eof:
-            raise _damaged()
-
-
-def _damaged() -> Exception:
+def _damaged() -> Fault:
     message = "The body does not unpack by its Content-Encoding"
     return invalid(RequestError([{"loc": ["body"], "msg": message, "type": "value_error"}]))

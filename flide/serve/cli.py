@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import logging
+import signal
+import socket
 from dataclasses import replace
 from typing import Any
 
 from flide.console import add_temperature_options, given_temperatures, tell
 from flide.errors import FlideError
 
+BACKLOG = 2048  # connections that wait to be accepted
 NEEDED = ("starlette", "uvicorn", "zstandard", "prometheus_client")
 
 
@@ -42,6 +46,7 @@ def add_parser(commands: Any) -> None:
     ):
         parser.add_argument(f"--{name}", metavar="N", type=float if name == "request-timeout" else int, help=text)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", default="text", choices=["text", "json"])
     add_temperature_options(parser)
     parser.set_defaults(run=serve)
 
@@ -81,7 +86,7 @@ def serve(arguments: argparse.Namespace) -> int:
         root_path=arguments.root_path,
         **{name: value for name, value in given.items() if value is not None},
     )
-    logging.getLogger("flide").setLevel(arguments.log_level.upper())
+    _set_up_logs(arguments.log_level.upper(), arguments.log_format)
     temperatures = given_temperatures(arguments)
     engine_config = EngineConfig(
         device=arguments.device,
@@ -100,18 +105,46 @@ def serve(arguments: argparse.Namespace) -> int:
         engine.decide([WARM_UP])
         names = (engine.model_name, *arguments.alias)
         server = DecisionServer(engine, replace(config, names=names))
-        uvicorn.run(
-            server.app(),
-            host=config.host,
-            port=config.port,
-            root_path=config.root_path,
-            backlog=2048,
-            log_level=arguments.log_level,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(config.request_timeout) + 1,
-        )
+        with _listening(config.host, config.port) as listening:
+            address = listening.getsockname()
+            tell(f"listening on http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}")
+            settings = uvicorn.Config(
+                server.app(),
+                root_path=config.root_path,
+                log_config=None,
+                log_level=arguments.log_level,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(config.request_timeout) + 1,
+            )
+            # uvicorn raises the signal that ended it once more, when all is answered.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            uvicorn.Server(settings).run(sockets=[listening])
     return 0
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise FlideError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
+        return json.dumps({**line, "message": record.getMessage()}, ensure_ascii=False)
+
+
+def _set_up_logs(level: str, format: str) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(level)
+        if format == "json":
+            handler.setFormatter(_JsonLines())
+    logging.getLogger().setLevel(level)
 
 
 WARM_UP = {

@@ -457,6 +457,16 @@ def test_bad_json_is_a_400(client: TestClient, content: bytes, code: str) -> Non
     assert (error["param"], error["code"]) == (None, code)
 
 
+@given(json_values | near_bodies | near_values.map(lambda value: {**BODY, "questions": [PREDICATE, value]}))
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_a_server_error(client: TestClient, body: Any) -> None:
+    response = client.post("/v1/decisions", content=json.dumps(body))
+    assert response.status_code in (200, 400) or is_systemone(body)
+    assert response.status_code in (200, 400, 422)
+    if response.status_code == 400 and not is_systemone(body):
+        check_envelope(response, 400)
+
+
 def test_too_long_an_input_is_a_400_with_both_numbers(engine: Engine, client: TestClient) -> None:
     limit = engine.format.max_prompt_tokens
     assert limit is not None

@@ -1,0 +1,300 @@
+"""Routes over a real socket: answers, refusals, headers."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+
+from flide import Engine, EngineConfig, ModelOutputError
+from flide.serve.config import ServeConfig
+from flide.serve.keys import KeyRing
+from tests.serve.conftest import BODY, Served
+
+JSON = {"Content-Type": "application/json"}
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(BODY), **changes}
+
+
+def post(client: httpx.Client, content: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return client.post("/v1/systemone", content=data, headers={**JSON, **(headers or {})})
+
+
+def test_an_answer_is_the_engines(client: httpx.Client, engine: Engine) -> None:
+    response = post(client, BODY)
+    assert response.status_code == 200
+    (decision,) = engine.decide([BODY])
+    assert response.json() == {**decision.to_dict(), "model": engine.model_name}
+    assert set(response.headers["server-timing"].replace(",", "").split()) > set()
+    assert [part.split(";")[0].strip() for part in response.headers["server-timing"].split(",")] == [
+        "read",
+        "wait",
+        "run",
+    ]
+
+
+def test_packed_and_chunked_bodies_have_the_same_answer(client: httpx.Client) -> None:
+    plain = post(client, BODY).json()
+    data = json.dumps(BODY).encode()
+    assert post(client, gzip.compress(data), {"Content-Encoding": "gzip"}).json() == plain
+    assert post(client, zstandard.ZstdCompressor().compress(data), {"Content-Encoding": "zstd"}).json() == plain
+
+    def chunks() -> Any:
+        yield from (data[i : i + 7] for i in range(0, len(data), 7))
+
+    assert client.post("/v1/systemone", content=chunks(), headers=JSON).json() == plain
+
+
+def test_the_name_of_the_model(client: httpx.Client, engine: Engine) -> None:
+    assert post(client, body(model=engine.model_name)).status_code == 200
+    response = post(client, body(model="gpt-unknown"))
+    assert response.status_code == 400
+    assert response.json()["detail"]["error_type"] == "api_usage_error"
+    assert "gpt-unknown" not in response.text
+
+
+def test_models_have_the_official_shape(client: httpx.Client, engine: Engine) -> None:
+    models = client.get("/v1/models").json()["models"]
+    assert [model["name"] for model in models] == [engine.model_name, "jev-latest"]
+    assert all(set(model) == {"name", "description", "release_date"} for model in models)
+    assert all(isinstance(value, str) for model in models for value in model.values())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b'{"a": 1, "a": 2}',
+        b"[" * 10_000,
+        b'{"x": NaN}',
+        b'{"x": "\\ud800"}',
+        {},
+        {"model": "jev-latest", "questions": BODY["questions"]},
+        body(state=None),
+        body(state=5),
+        body(questions={}),
+        body(questions=[]),
+        body(questions={"q": {"type": "box"}}),
+        body(questions={"q": {"type": "choice", "criteria": {}}}),
+        body(questions={"q": {"type": "choice", "criteria": {f"o{i}": None for i in range(256)}}}),
+        body(questions={"q": {"type": "score", "criteria": [str(i) for i in range(11)]}}),
+        body(questions={"q": {"type": "score", "criteria": ["a", None]}}),
+        body(questions={"q": {"type": "score", "criteria": {"0": "a"}}}),
+        body(assets={"a": {"type": "image", "format": "png", "data_base64": ""}}),
+        body(state="word " * 60_000),
+    ],
+)
+def test_bad_bodies_are_422_with_a_list(client: httpx.Client, content: Any) -> None:
+    response = post(client, content)
+    assert response.status_code == 422
+    detail = response.json()["detail"]
+    assert detail
+    assert all(entry["loc"][0] == "body" and set(entry) == {"loc", "msg", "type"} for entry in detail)
+    assert response.headers["content-type"] == "application/json"
+    assert post(client, BODY).status_code == 200
+
+
+def test_one_option_is_certain_and_255_are_not_too_many(client: httpx.Client) -> None:
+    questions = {
+        "one": {"type": "choice", "criteria": {"only": None}},
+        "level": {"type": "score", "criteria": ["only"]},
+        "many": {"type": "choice", "criteria": {f"option {i}": None for i in range(255)}},
+    }
+    answers = post(client, body(questions=questions)).json()["answers"]
+    assert answers["one"]["probabilities"] == {"only": 1.0}
+    assert answers["level"]["score"] == 0.0
+    assert len(answers["many"]["probabilities"]) == 255
+
+
+def test_a_thousand_questions(client: httpx.Client) -> None:
+    questions = {f"q{i}": {"type": "noul", "instructions": f"Is {i} mentioned?"} for i in range(1000)}
+    response = post(client, body(questions=questions))
+    assert response.status_code == 200
+    assert len(response.json()["answers"]) == 1000
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
+        ({"Content-Encoding": "br"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Content-Type": "application/vnd.api+json"}, 200),
+    ],
+)
+def test_media_types(client: httpx.Client, headers: dict[str, str], status: int) -> None:
+    assert post(client, BODY, headers).status_code == status
+
+
+def test_bodies_that_are_too_large(client: httpx.Client) -> None:
+    assert post(client, body(state="x" * (1 << 20))).status_code == 413
+    packed = gzip.compress(json.dumps(body(state="x" * (1 << 20))).encode())
+    assert post(client, packed, {"Content-Encoding": "gzip"}).status_code == 413
+
+
+def test_routes_and_methods_that_are_not_there(client: httpx.Client) -> None:
+    for method, path, status in (("GET", "/v1/systemone", 405), ("POST", "/health", 405), ("GET", "/nothing", 404)):
+        response = client.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["detail"]) == {"error_type", "message"}
+
+
+def test_request_ids(client: httpx.Client) -> None:
+    made = client.get("/health").headers["x-typesafe-request-id"]
+    assert made.startswith("req_")
+    assert made != client.get("/health").headers["x-typesafe-request-id"]
+    for given, kept in (("abc-1", True), ("x" * 128, True), ("x" * 129, False), ("", False)):
+        response = client.get("/nothing", headers={"x-typesafe-request-id": given})
+        assert (response.headers["x-typesafe-request-id"] == given) == kept
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("evil.example", 403), ("localhost:9", 200), ("127.0.0.1", 200), ("[::1]:80", 200)]
+)
+def test_pages_of_other_hosts_cannot_ask(client: httpx.Client, host: str, status: int) -> None:
+    assert client.get("/health", headers={"Host": host}).status_code == status
+
+
+def test_metrics_count_and_show_nothing_that_was_sent(client: httpx.Client) -> None:
+    post(client, body(state="a secret state", questions={"secret id": {"type": "noul", "instructions": "secret?"}}))
+    post(client, b"secret")
+    text = client.get("/metrics").text
+    assert 'flide_requests_total{route="systemone",status="200"}' in text
+    assert 'flide_rejects_total{reason="invalid_request"}' in text
+    assert "secret" not in text
+
+
+def test_keys(engine: Engine) -> None:
+    served = Served(engine, ServeConfig(keys=KeyRing({"ana": "s3cret"}), max_per_key=4))
+    try:
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            for path in ("/health", "/ready"):
+                assert client.get(path).status_code == 200
+            for headers in ({}, {"Authorization": "Bearer nope"}, {"x-api-key": "s3cret"}):
+                for response in (post(client, BODY, headers), client.get("/v1/models", headers=headers)):
+                    assert response.status_code == 401
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    assert response.json()["detail"]["error_type"] == "authentication_error"
+                assert client.get("/metrics", headers=headers).status_code == 401
+            assert post(client, BODY, {"Authorization": "Bearer s3cret"}).status_code == 200
+    finally:
+        served.stop()
+
+
+def test_one_request_that_fails_takes_no_other_down(
+    engine: Engine, served: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine.prepare
+
+    def prepare(request: Any) -> Any:
+        if request.state == "fails":
+            raise KeyError("a secret state")
+        return real(request)
+
+    monkeypatch.setattr(engine, "prepare", prepare)
+    responses: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda state=state: responses.append(post(client, body(state=state))))
+        for state in ("fine", "fails", "fine too")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(response.status_code for response in responses) == [200, 200, 500]
+    failed = next(response for response in responses if response.status_code == 500)
+    assert "secret" not in failed.text
+    assert failed.json()["detail"]["error_type"] == "internal_error"
+
+
+def test_logits_that_are_not_finite_are_an_error_of_that_request(engine: Engine) -> None:
+    real = engine.submit
+
+    def submit(prepared: Any) -> Any:
+        future = real(prepared)
+        if prepared.request.state == "breaks":
+            future = type(future)()
+            future.set_exception(ModelOutputError("not finite"))
+        return future
+
+    served = Served(engine, ServeConfig())
+    served.decisions.scheduler._submit = submit
+    try:
+        with httpx.Client(base_url=served.url, timeout=60) as own:
+            assert post(own, body(state="breaks")).status_code == 500
+            assert post(own, BODY).status_code == 200
+    finally:
+        served.stop()
+
+
+def test_a_closed_engine_is_unavailable_not_broken() -> None:
+    engine = Engine.default(EngineConfig(device="cpu"))
+    served = Served(engine, ServeConfig())
+    try:
+        with httpx.Client(base_url=served.url, timeout=60) as own:
+            engine.close()
+            assert own.get("/ready").status_code == 503
+            assert own.get("/health").status_code == 200
+            response = post(own, BODY)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) < 30
+    finally:
+        served.stop()
+
+
+def test_ready_turns_red_when_the_engine_hangs(engine: Engine) -> None:
+    served = Served(engine, ServeConfig(stuck_after=0.05, request_timeout=0.5))
+    served.decisions.scheduler._submit = lambda prepared: type(engine.submit(engine.prepare(BODY)))()
+    try:
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            assert client.get("/ready").status_code == 200
+            responses: list[int] = []
+            thread = threading.Thread(target=lambda: responses.append(post(client, BODY).status_code))
+            thread.start()
+            deadline = time.monotonic() + 5
+            while client.get("/ready").status_code == 200:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert client.get("/health").status_code == 200
+            thread.join()
+            assert responses == [503]
+    finally:
+        served.stop()
+
+
+def test_what_load_does_to_probabilities(client: httpx.Client) -> None:
+    """Nothing: under load, with other questions beside it, reordered or renamed, an answer stays within 1e-4."""
+    alone = {qid: post(client, body(questions={qid: q})).json()["answers"][qid] for qid, q in BODY["questions"].items()}
+    found: list[dict[str, Any]] = []
+
+    def ask(index: int) -> None:
+        questions = {f"{qid} {index}": q for qid, q in sorted(BODY["questions"].items(), reverse=bool(index % 2))}
+        questions |= {f"other {i}": {"type": "noul", "instructions": f"Does it say {i + index}?"} for i in range(index)}
+        answers = post(client, body(questions=questions)).json()["answers"]
+        found.append({qid: answers[f"{qid} {index}"] for qid in BODY["questions"]})
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    for answers in found:
+        assert answers["late"]["noul"] == pytest.approx(alone["late"]["noul"], abs=1e-4)
+        for qid in ("team", "anger"):
+            assert answers[qid]["probabilities"] == pytest.approx(alone[qid]["probabilities"], abs=1e-4)

@@ -1,0 +1,84 @@
+"""``flide serve`` as a process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.conftest import BODY
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "flide", "serve", "--port", "0", "--device", "cpu", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            found = re.search(r"listening on (http://\S+)", line)
+            if found:
+                break
+        else:
+            raise AssertionError("the server ended")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) -> None:
+    with serving("--alias", "nick", "--served-model-name", "tiny") as (process, url):
+        long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(300)}}
+        responses: list[httpx.Response] = []
+        path = f"{url}/v1/systemone"
+        thread = threading.Thread(target=lambda: responses.append(httpx.post(path, json=long, timeout=60)))
+        assert httpx.post(path, json={**BODY, "model": "nick"}, timeout=60).json()["model"] == "tiny"
+        assert [m["name"] for m in httpx.get(f"{url}/v1/models").json()["models"]] == ["tiny", "nick", "jev-latest"]
+        thread.start()
+        time.sleep(0.3)
+        process.send_signal(number)
+        thread.join(60)
+        assert [response.status_code for response in responses] == [200]
+        assert process.wait(30) == (130 if number == signal.SIGINT else 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "anyone on the network"),
+        (("--api-key", "a b"), "printable ASCII"),
+        (("--api-key", "a", "--api-key-file", "b"), "not both"),
+        (("--api-key-file", "/nonexistent"), "key file"),
+        (("--max-queue", "0"), "max_waiting"),
+        (("--port", "70000"), "port"),
+        (("--model", "/nonexistent"), "nonexistent"),
+        (("--temperature", "0"), "temperature"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "flide", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with serving() as (_, url):
+        port = url.rpartition(":")[2]
+        command = [sys.executable, "-m", "flide", "serve", "--port", port, "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert "cannot listen" in done.stderr

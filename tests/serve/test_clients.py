@@ -1,0 +1,28 @@
+"""Clients that others wrote: the conformance suite and the official SDK."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typesafe_sdk import RetryPolicy, TypeSafeClient
+
+from tests.serve.conftest import BODY, Served
+
+
+def test_the_conformance_suite_passes(served: Served) -> None:
+    command = [str(Path(sys.executable).with_name("jevcompat")), "test", served.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "MUST 32/32, SHOULD 13/13" in done.stdout
+
+
+@pytest.mark.parametrize("compression", ["zstd", False])
+def test_the_official_sdk_reads_every_answer(served: Served, compression: Any) -> None:
+    client = TypeSafeClient(api_key="x", base_url=served.url, compression=compression, retry=RetryPolicy(max_retries=0))
+    long = {**BODY, "state": BODY["state"] * 40}  # packed from 1,024 bytes on
+    response = client.system_one(**long)
+    assert set(response.answers) == set(BODY["questions"])

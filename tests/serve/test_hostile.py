@@ -1,0 +1,126 @@
+"""Connections that stall, break off or come by the hundred: the next good request is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.conftest import BODY, Served
+
+DATA = json.dumps(BODY).encode()
+HEAD = b"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+async def connect(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = served.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def good(served: Served) -> float:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+        began = time.perf_counter()
+        response = await client.post("/v1/systemone", json=BODY)
+        assert response.status_code == 200
+        return time.perf_counter() - began
+
+
+def test_stalled_uploads_hold_nobody_up(served: Served) -> None:
+    async def test() -> None:
+        stalled = [await connect(served) for _ in range(64)]
+        for _, writer in stalled:
+            writer.write(HEAD % len(DATA) + DATA[:10])
+            await writer.drain()
+        await good(served)
+        statuses = [await asyncio.wait_for(reader.readline(), 10) for reader, _ in stalled]
+        assert all(b" 408 " in status for status in statuses)
+        for _, writer in stalled:
+            writer.close()
+
+    run(test())
+
+
+def test_bodies_that_break_off_leave_nothing_behind(served: Served) -> None:
+    async def test() -> None:
+        for cut in (0, 1, len(DATA) // 2, len(DATA) - 1):
+            _, writer = await connect(served)
+            writer.write(HEAD % len(DATA) + DATA[:cut])
+            await writer.drain()
+            writer.transport.abort()
+        for _ in range(100):  # complete requests whose senders do not wait
+            _, writer = await connect(served)
+            writer.write(HEAD % len(DATA) + DATA)
+            await writer.drain()
+            writer.transport.abort()
+        await good(served)
+        deadline = time.monotonic() + 20
+        scheduler = served.decisions.scheduler
+        while scheduler.waiting or scheduler.running_tokens or scheduler._per_key:
+            assert time.monotonic() < deadline, "something is still waiting"
+            await asyncio.sleep(0.05)
+
+    run(test())
+
+
+def test_what_is_no_http_is_sent_away(served: Served) -> None:
+    async def test() -> None:
+        for data in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n", b"GET " + b"x" * 100_000):
+            reader, writer = await connect(served)
+            writer.write(data)
+            await writer.drain()
+            writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert not answer or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 4"))
+            writer.close()
+        await good(served)
+
+    run(test())
+
+
+def test_health_answers_while_the_engine_works(served: Served) -> None:
+    async def test() -> None:
+        slow = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(500)}}
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            work = [asyncio.ensure_future(client.post("/v1/systemone", json=slow)) for _ in range(4)]
+            times = []
+            while not all(task.done() for task in work):
+                began = time.perf_counter()
+                assert (await client.get("/health")).status_code == 200
+                times.append(time.perf_counter() - began)
+                await asyncio.sleep(0.01)
+            assert all(task.result().status_code == 200 for task in work)
+        assert len(times) > 5
+        assert sorted(times)[int(0.9 * len(times))] < 1.0  # a tenth of that on an idle machine
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_two_thousand_connections_at_once(served: Served) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 5000:
+        pytest.skip("the machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 5000), hard))
+
+    async def test() -> None:
+        idle = await asyncio.gather(*(connect(served) for _ in range(2000)))
+        await good(served)
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for _, writer in idle:
+            writer.write(request)
+        lines = await asyncio.gather(*(asyncio.wait_for(reader.readline(), 60) for reader, _ in idle))
+        assert all(line == b"HTTP/1.1 200 OK\r\n" for line in lines)
+        for _, writer in idle:
+            writer.close()
+        await good(served)
+
+    run(test())
