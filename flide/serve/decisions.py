@@ -25,7 +25,7 @@ from flide.errors import RequestError
 from flide.runtime.decision import Answer, ChoiceAnswer, Decision, NoulAnswer
 from flide.runtime.prompt import render_value
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score, Value
-from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS, parse_request, place
+from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS, MAX_VALUES, parse_request, place
 from flide.serve.faults import Fault
 
 ROLES = ("user", "assistant", "developer", "system")
@@ -83,6 +83,7 @@ def translate(body: Any) -> Translated:
         RequestError: one entry, whose ``loc`` is a path in that body.
     """
     _check(body, dict, "an object", ())
+    _check_count(body)
     model = _field(body, "model", str, "a string", ())
     state = _state(_field(body, "input", str | list, "a string or an array of messages", ()))
     questions = _field(body, "questions", list, "an array of questions", ())
@@ -293,6 +294,18 @@ def _field(fields: Mapping[str, Any], name: str, kind: Any, what: str, loc: Loc)
 def _check(value: Any, kind: Any, what: str, loc: Loc) -> None:
     if not isinstance(value, kind):
         raise _problem(loc, f"Input should be {what}", "string_type")
+
+
+def _check_count(body: dict[str, Any]) -> None:
+    """As many values as in a body of System One, so that no step takes long."""
+    count = 0
+    level: list[Any] = [body]
+    while level:
+        count += sum(map(len, level))
+        if count > MAX_VALUES:
+            raise _problem((), f"Body should have at most {MAX_VALUES} values", "too_long")
+        children = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
+        level = [child for child in children if isinstance(child, dict | list)]
 
 
 def _problem(loc: Loc, message: str, kind: str) -> RequestError:

@@ -17,7 +17,7 @@ from flide import Engine
 from flide.errors import RequestError
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.request import Choice, Noul, Score
-from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS
+from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS, MAX_VALUES
 from flide.serve.app import DecisionServer
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import is_systemone, translate
@@ -304,6 +304,24 @@ FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "label": (asking(type="score", levels=[{"label": None}]), "questions[0].levels[0].label", "invalid_type"),
     "model name": ({**BODY, "model": "SECRET"}, "model", "model_not_found"),
 }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**BODY, "x": [0] * MAX_VALUES},
+        {**BODY, "questions": [PREDICATE] * (MAX_VALUES // 3)},
+        saying({"role": "user", "content": [{"type": "input_json", "data": [[0] * 1000] * 1000}]}),
+    ],
+    ids=["unknown field", "questions", "json"],
+)
+def test_bodies_of_too_many_values_are_refused_at_once(body: Any) -> None:
+    with pytest.raises(RequestError) as info:
+        translate(body)
+    assert check_errors(info.value) == [
+        {"loc": ["body"], "msg": f"Body should have at most {MAX_VALUES} values", "type": "too_long"}
+    ]
+
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
