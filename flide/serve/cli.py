@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import os
 import signal
 import socket
 from dataclasses import replace
@@ -55,6 +56,7 @@ def serve(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise FlideError(f"serving needs {', '.join(missing)}: pip install 'flide-torch[serve]'")
+    import torch
     import uvicorn
 
     from flide.runtime.config import EngineConfig
@@ -95,6 +97,8 @@ def serve(arguments: argparse.Namespace) -> int:
         max_prompt_tokens=arguments.max_prompt_tokens,
         temperatures=temperatures or None,
     )
+    if engine_config.resolve_device().type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is for sockets and bodies
     tell("making the model ready")
     engine = (
         Engine.default(engine_config)
