@@ -215,7 +215,10 @@ class AsyncClient(_Base):
     """:class:`Client` for event loops: ``await client.decide([...])``. Cancelling drops what is under way."""
 
     def _open(self, options: dict[str, Any]) -> None:
-        self._http = httpx.AsyncClient(**options)
+        # Places are ours to give: httpx's pool never takes one back from a request cancelled while it connects.
+        self._places = asyncio.Semaphore(self._max_connections)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._max_connections)
+        self._http = httpx.AsyncClient(**{**options, "limits": limits})
 
     @overload
     async def decide(
@@ -228,10 +231,8 @@ class AsyncClient(_Base):
     async def decide(self, requests: Iterable[Request], *, return_exceptions: bool = False) -> Any:
         """:meth:`Client.decide`. The requests are read by another thread: they must not be changed meanwhile."""
         prepared = await asyncio.to_thread(self._prepare, _as_list(requests), return_exceptions)
-        places = asyncio.Semaphore(self._max_connections)
         tasks = [
-            asyncio.ensure_future(self._outcome(item, index, return_exceptions, places))
-            for index, item in enumerate(prepared)
+            asyncio.ensure_future(self._outcome(item, index, return_exceptions)) for index, item in enumerate(prepared)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -241,12 +242,12 @@ class AsyncClient(_Base):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _outcome(
-        self, item: _Outgoing | RequestError, index: int, return_exceptions: bool, places: asyncio.Semaphore
+        self, item: _Outgoing | RequestError, index: int, return_exceptions: bool
     ) -> Decision | Exception:
         try:
             if isinstance(item, RequestError):
                 return item
-            async with places:
+            async with self._places:
                 return await self._ask(item)
         except (RequestError, ServerError) as error:
             return _placed(error, index, return_exceptions)
