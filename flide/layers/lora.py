@@ -81,7 +81,7 @@ def add_lora(
         but: direct children of the model that are left alone.
 
     Raises:
-        ValueError: no layer has one of the names.
+        ValueError: no layer has one of the names, or no matrix the rank.
     """
     found = [
         (f"{prefix}.{name}" if prefix else name, parent, name, child)
@@ -94,6 +94,9 @@ def add_lora(
     unknown = sorted(set(names if targets is None else targets) - names)
     if unknown or not found:
         raise ValueError(f"no linear layer is called {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+    largest = max(min(child.weight.shape) for _, _, name, child in found if targets is None or name in targets)
+    if rank > largest:
+        raise ValueError(f"a rank of {rank} is more than the matrices have that are adapted: {largest}")
     for _, parent, name, child in found:
         if targets is None or name in targets:
             layer = LoRALinear(child, rank, scale)

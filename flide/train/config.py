@@ -11,6 +11,7 @@ EPS = 1e-8
 WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
 BRIER_WEIGHT = 0.1
+LARGEST = 1e30  # of a number that float32 computes with
 _NOT_PART_OF_A_RUN = ("save_every",)
 
 
@@ -56,12 +57,20 @@ class TrainConfig:
             value = getattr(self, name)
             if value is None and name == "lora_alpha":
                 continue
-            if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST:
+                raise ValueError(f"{name} must be a finite number above 0, got {str(value)[:40]}")
         if not isinstance(self.warmup, int | float) or not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup must be a share from 0 to 1, got {self.warmup!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
+        if self.seed >= 1 << 64:
+            raise ValueError("seed must be less than 2**64")
+        for name, known in (("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {getattr(self, name)!r}")
+        targets = self.lora_targets
+        if targets is not None and not (
+            isinstance(targets, tuple) and targets and all(isinstance(name, str) and name for name in targets)
+        ):
+            raise ValueError(f"lora_targets must be a tuple of names, or None for all layers, got {targets!r}")
         if self.head == "option" and not self.lora_rank:
             raise ValueError("there is nothing to train: an option head has no parameters, and lora_rank is 0")
 
@@ -93,7 +102,7 @@ class TrainConfig:
         if unknown:
             raise ValueError(f"unknown training options: {', '.join(unknown)}")
         targets = content.get("lora_targets")
-        return cls(**{**content, "lora_targets": None if targets is None else tuple(targets)})
+        return cls(**{**content, "lora_targets": tuple(targets) if isinstance(targets, list) else targets})
 
     def differences(self, other: TrainConfig) -> list[str]:
         """Names of the options in which two runs differ, so that one cannot go on as the other."""

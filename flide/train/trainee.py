@@ -35,7 +35,7 @@ class Trainee(nn.Module):
         """Freeze a model, give it new adapters and have its layers recomputed in the backward pass, all in place.
 
         Raises:
-            ValueError: no layer has one of ``config.lora_targets``.
+            ValueError: no layer has one of ``config.lora_targets`` or the rank; there is nothing to train.
         """
         model.requires_grad_(False)
         if config.lora_rank:
@@ -43,7 +43,10 @@ class Trainee(nn.Module):
             targets, scale = config.lora_targets, config.lora_scale
             add_lora(model, rank=config.lora_rank, scale=scale, generator=generator, targets=targets)
             checkpoint_layers(model)
-        return cls(model, head.requires_grad_(True))
+        trainee = cls(model, head.requires_grad_(True))
+        if not trainee.trained():
+            raise ValueError(f"there is nothing to train: the {head.kind} head has no parameters, and lora_rank is 0")
+        return trainee
 
     def forward(self, batch: Batch) -> Tensor:
         """``[Q, O]`` float32 logits of every question's options; unused places are -inf."""

@@ -63,3 +63,10 @@ def test_adapted_layers_are_not_merged_into_one_product() -> None:
     add_lora(mlp, rank=2, scale=1.0, generator=torch.Generator(), targets=["up_proj"])
     mlp["mlp"].merge_projections()
     assert mlp["mlp"].merged is None
+
+
+def test_a_rank_that_no_matrix_has_is_refused() -> None:
+    model = nn.ModuleDict({"mlp": GatedMLP(8, 12), "lm_head": nn.Linear(99, 99, bias=False)})
+    with pytest.raises(ValueError, match="a rank of 9 is more .*: 8"):
+        add_lora(model, rank=9, scale=1.0, generator=torch.Generator())
+    add_lora(model, rank=8, scale=1.0, generator=torch.Generator())

@@ -21,7 +21,16 @@ from flide.train import TrainConfig
         ({"head_lr": float("inf")}, "head_lr must be"),
         ({"lora_alpha": -1.0}, "lora_alpha must be"),
         ({"warmup": 1.5}, "warmup must be a share"),
+        ({"lr": 10**400}, "lr must be a finite number above 0"),
+        ({"lr": 1e38}, "lr must be a finite number above 0"),
+        ({"lora_alpha": True}, "lora_alpha must be"),
+        ({"seed": 1 << 64}, "seed must be less than"),
         ({"device": "cuda:1"}, "device must be auto, cpu or cuda"),
+        ({"device": ["cpu"]}, "device must be"),
+        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16"),
+        ({"lora_targets": ()}, "lora_targets must be a tuple of names"),
+        ({"lora_targets": "q_proj"}, "lora_targets must be"),
+        ({"lora_targets": (["q_proj"],)}, "lora_targets must be"),
         ({"lora_rank": 0}, "nothing to train"),
     ],
 )
@@ -54,3 +63,5 @@ def test_options_survive_a_file_and_tell_in_what_they_differ() -> None:
     assert config.differences(TrainConfig()) == ["head", "lora_alpha", "lora_targets"]
     with pytest.raises(ValueError, match="unknown training options: speed"):
         TrainConfig.from_dict({"speed": 1})
+    with pytest.raises(ValueError, match="lora_targets must be"):
+        TrainConfig.from_dict({"lora_targets": 5})

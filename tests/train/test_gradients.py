@@ -168,6 +168,8 @@ def test_a_head_alone_takes_no_gradients_through_the_model() -> None:
     assert not logits.requires_grad
     mean_loss(trainee, collate(examples("scalar"), "cpu")).backward()
     assert set(gradients(trainee)) == {"head.score.weight", "head.score.bias"}
+    with pytest.raises(ValueError, match="nothing to train"):
+        new_trainee("option", rank=0)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")

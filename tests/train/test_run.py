@@ -311,7 +311,7 @@ def test_arguments_are_refused_before_anything_is_written(data: Path, tmp_path: 
         (tmp_path / "full" / "notes.txt", config(), "not a directory"),
         (tmp_path / "out", config(head="span"), "no head of kind 'span'"),
         (tmp_path / "out", config(lora_targets=("q_proj", "mixer")), "no linear layer is called mixer"),
-        (tmp_path / "out", config(dtype="int8"), "unknown dtype"),
+        (tmp_path / "out", config(lora_rank=10**7), "more than the matrices have"),
     ):
         with pytest.raises(ValueError, match=message):
             train(BASE, data, out, options)
