@@ -77,8 +77,8 @@ def load_head(directory: Path, hidden_size: int, *, device: torch.device | str =
         return None
     try:
         head = cls.from_settings(content.get("settings", {}), hidden_size)
-    except ValueError as error:
-        raise CheckpointError(f"{HEAD_FILE}: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:  # a user's head may rely on its settings
+        raise CheckpointError(f"{HEAD_FILE} does not describe a {cls.kind} head: {error}") from error
     try:
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:

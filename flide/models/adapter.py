@@ -31,15 +31,20 @@ _UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
     "fan_in_fan_out",
+    "kasa_config",
     "layer_replication",
     "lora_bias",
     "modules_to_save",
+    "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_dora",
     "use_qalora",
 )
+# First values of A and B that leave the base's weights alone; with others an adapter belongs to changed ones.
+_INITS = (None, True, False, "eva", "gaussian", "mica", "orthogonal")
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,20 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{CONFIG_FILE}: {name} is not supported")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{CONFIG_FILE}: bias is not supported (only 'none')")
+    init = config.get("init_lora_weights")
+    if init not in _INITS:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: init_lora_weights {str(init)[:40]!r} is not supported: it changes the base"
+        )
     alphas = config.get("alpha_pattern") or {}
     numbers = [config.get("lora_alpha"), *(alphas.values() if isinstance(alphas, dict) else [None])]
-    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < _LARGEST for x in numbers):
         raise CheckpointError(f"{CONFIG_FILE}: lora_alpha should be a number")
+    try:
+        for pattern in alphas:
+            re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{CONFIG_FILE}: alpha_pattern has a bad pattern: {error}") from error
     return config
 
 
@@ -121,7 +136,8 @@ def read_adapter(
         name = name if name in expected else f"model.{name}"
         a, b = pair.get("A"), pair.get("B")
         shape = tuple(expected[name].shape) if name in expected else None
-        if a is None or b is None or shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1] or name in updates:
+        fits = a is not None and b is not None and shape == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
+        if a is None or b is None or not fits or name in updates:
             raise CheckpointError(f"{WEIGHTS_FILE} does not fit the model: {stored[:200]}")
         updates[name] = LowRank(a, b, _scale(config, stored, rank=a.shape[0]))
     if not updates:

@@ -64,13 +64,17 @@ class ModelDirectory:
         base: Any = (adapter or {}).get("base_model_name_or_path") or (head or {}).get("base_model")
         if not isinstance(base, str) or not base:
             raise CheckpointError(f"{directory} does not say which model it belongs to ({ADAPTER_FILE}, {HEAD_FILE})")
+        pinned = (adapter or {}).get("revision")
+        if pinned is not None and not isinstance(pinned, str):
+            raise CheckpointError(f"{ADAPTER_FILE}: revision should be a name")
         try:
-            pinned = (adapter or {}).get("revision")
             base_directory = resolve_directory(
                 base, revision=pinned, cache_dir=cache_dir, local_files_only=local_files_only
             )
         except CheckpointError as error:
             raise CheckpointError(f"the model that {directory} belongs to cannot be had: {error}") from error
+        if (base_directory / ADAPTER_FILE).is_file():
+            raise CheckpointError(f"{directory} belongs to {base_directory}, which has an adapter: merge that first")
         return cls(directory, base_directory, has_adapter, head is not None)
 
     @property

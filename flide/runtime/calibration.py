@@ -9,8 +9,8 @@ file, it never multiplies it.
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def check_temperatures(temperatures: Mapping[str, float]) -> None:
     for name, value in temperatures.items():
         if name not in TYPES:
             raise ValueError(f"a temperature belongs to one of {', '.join(TYPES)}, not to {name!r}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"a temperature must be a finite number above 0, got {value!r} for {name}")
 
 
@@ -46,7 +46,7 @@ def load_temperatures(directory: Path) -> dict[str, float]:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {CALIBRATION_FILE}: {error}") from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

@@ -157,6 +157,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "all"}, "bias is not supported"),
     "type": ({"peft_type": "IA3"}, "'IA3' is not supported"),
     "alpha": ({"lora_alpha": "8"}, "lora_alpha should be a number"),
+    "large": ({"lora_alpha": 10**400}, "lora_alpha should be a number"),
+    "pattern": ({"alpha_pattern": {"q_proj(": 8}}, "alpha_pattern has a bad pattern"),
+    "init": ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' is not supported: it changes the base"),
+    "revision": ({"revision": 5}, "revision should be a name"),
 }
 
 
@@ -178,7 +182,7 @@ def test_files_that_cannot_be_written_are_os_errors(base: Path, tmp_path: Path) 
         save_head(ScalarHead(8), tmp_path / "none")
 
 
-@pytest.mark.parametrize("damage", ["shape", "name", "half", "other", "empty"])
+@pytest.mark.parametrize("damage", ["shape", "name", "half", "other", "rank", "empty"])
 def test_factors_that_do_not_fit_are_refused(base: Path, tmp_path: Path, damage: str) -> None:
     model = adapted(base)
     save_adapter(model, tmp_path, base_model=str(base))
@@ -189,6 +193,7 @@ def test_factors_that_do_not_fit_are_refused(base: Path, tmp_path: Path, damage:
         "shape": {key: tensor[:, 1:].contiguous()},
         "name": {key.replace("layers.", "layers.9"): tensor},
         "half": {},
+        "rank": {key: tensor[:0], key.replace("lora_A", "lora_B"): tensors[key.replace("lora_A", "lora_B")][:, :0]},
         "other": {key: tensor, "base_model.model.lm_head.weight": tensor.clone()},
     }
     save_file(tensors | changed[damage] if damage != "empty" else {}, tmp_path / WEIGHTS_FILE)
@@ -227,6 +232,15 @@ def test_a_base_that_is_gone_or_was_never_named_is_told(base: Path, tmp_path: Pa
     (tmp_path / HEAD_FILE).write_text('{"format_version": 9}')
     with pytest.raises(CheckpointError, match="format_version 9"):
         AutoModelForDecision.from_pretrained(tmp_path)
+
+
+def test_a_base_with_an_adapter_of_its_own_is_refused(base: Path, tmp_path: Path) -> None:
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    save_adapter(adapted(base), both, base_model="")
+    (tmp_path / "out").mkdir()
+    save_adapter(adapted(base), tmp_path / "out", base_model=str(both))
+    with pytest.raises(CheckpointError, match="both, which has an adapter: merge that first"):
+        AutoModelForDecision.from_pretrained(tmp_path / "out")
 
 
 def test_info_tells_of_adapter_and_head(base: Path, tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def test_what_is_stored_is_read(tmp_path: Path) -> None:
         ('{"format_version": true, "temperatures": {}}', "no format_version"),
         ("[]", "no format_version"),
         ("{", "cannot read"),
+        ("[" * 100_000, "cannot read"),
+        ('{"format_version": 1, "temperatures": {"noul": 1' + "0" * 400 + "}}", "above 0"),
         ('{"format_version": 1}', "no temperatures"),
         ('{"format_version": 1, "temperatures": {"box": 1}}', "'box'"),
         ('{"format_version": 1, "temperatures": {"noul": 0}}', "above 0"),
