@@ -108,7 +108,7 @@ def save_head(head: Head | None, directory: Path, *, base_model: str | None = No
     content = {"format_version": FORMAT_VERSION, "kind": kind, "settings": settings}
     if base_model is not None:
         content["base_model"] = base_model
-    tensors = {} if head is None else {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}
+    tensors = {} if head is None else {k: v.detach().cpu().contiguous().clone() for k, v in head.state_dict().items()}
     weights = directory / WEIGHTS_FILE
     if tensors:
         try:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flide.errors import CheckpointError
 from flide.layers.lora import lora_layers
+from flide.models.weights import write_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -177,14 +178,11 @@ def save_adapter(model: nn.Module, directory: Path, *, base_model: str) -> None:
         "use_rslora": False,
     }
     tensors = {
-        f"{PREFIX}{name}.{factor}.weight": getattr(layer, factor).weight.detach().cpu().contiguous()
+        f"{PREFIX}{name}.{factor}.weight": getattr(layer, factor).weight
         for name, layer in layers.items()
         for factor in ("lora_A", "lora_B")
     }
-    try:
-        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"cannot write {directory / WEIGHTS_FILE}: {error}") from error
+    write_tensors(tensors, directory / WEIGHTS_FILE)
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -244,7 +244,11 @@ def holds(tensor: StoredTensor, value: Tensor) -> bool:
 def save_checkpoint(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path, *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write config.json and (sharded) safetensors the way transformers reads them; an earlier save is replaced."""
+    """Write config.json and (sharded) safetensors the way transformers reads them; an earlier save is replaced.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     # Planned by sizes alone: parts of a merged projection share memory and are still tensors of their own.
     sizes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
@@ -253,12 +257,23 @@ def save_checkpoint(
         if path.name in (SINGLE_NAME, INDEX_NAME) or SHARD_NAME.fullmatch(path.name):
             path.unlink()
     for name, keys in split.filename_to_tensors.items():
-        shard = {key: _unshared(tensors[key]) for key in keys}
-        save_file(shard, directory / name, metadata={"format": "pt"})
+        write_tensors({key: tensors[key] for key in keys}, directory / name)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one safetensors file. Tensors may be views of one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file({name: _unshared(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _unshared(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = Non
 
     Args:
         model: the fine-tuned directory, or a Hub id.
-        out: the directory to write, which must not exist yet or be empty; it appears as a whole.
+        out: the directory to write, which must not exist yet, and then appears as a whole, or be empty.
         dtype: of the weights; None for that of the base.
 
     Returns:
@@ -33,29 +33,48 @@ def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = Non
         ValueError: the model cannot be loaded or is whole already, or ``out`` cannot be written to.
         OSError: a file cannot be written.
     """
-    out = Path(out)
+    asked, out = out, Path(os.path.realpath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{str(out)!r} exists and is not an empty directory")
+        raise ValueError(f"{str(asked)!r} exists and is not an empty directory")
     found = ModelDirectory.open(model)
     if found.is_whole:
         raise CheckpointError(f"{found.path} is whole already: there is nothing to merge")
     if dtype is None:
-        tensors = list_tensors(found.base).items()
-        dtype = next(_DTYPES[tensor.dtype] for name, tensor in tensors if name.endswith("embed_tokens.weight"))
+        dtypes = (x.dtype for name, x in list_tensors(found.base).items() if name.endswith("embed_tokens.weight"))
+        dtype = _DTYPES.get(next(dtypes, ""))  # None: loading says what is wrong
     loaded = AutoModelForDecision.from_pretrained(found.path, dtype=dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    # A directory that is there may be a mount, or where a shell is: it stays, and is filled.
+    is_there = out.exists()
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name[:50]}.", dir=out if is_there else out.parent))
     try:
         loaded.save_pretrained(unfinished)
         copy_tokenizer(found, unfinished)
         if (found.path / CALIBRATION_FILE).is_file():
             shutil.copy2(found.path / CALIBRATION_FILE, unfinished)
-        unfinished.chmod(0o777 & ~_umask())
-        os.replace(unfinished, out)
+        if is_there:
+            _move_files(unfinished, out)
+        else:
+            unfinished.chmod(0o777 & ~_umask())
+            os.replace(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return out
+    return Path(asked)
+
+
+def _move_files(source: Path, out: Path) -> None:
+    """Move all files, config.json last: without it a directory is no model. If one cannot be moved, none is."""
+    moved: list[Path] = []
+    try:
+        for path in sorted(source.iterdir(), key=lambda path: path.name == "config.json"):
+            moved.append(out / path.name)
+            os.replace(path, out / path.name)
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
+    source.rmdir()
 
 
 def copy_tokenizer(found: ModelDirectory, out: Path) -> None:

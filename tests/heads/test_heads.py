@@ -273,6 +273,15 @@ def test_what_is_stored_is_loaded(tmp_path: Path, head: Head) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {HEAD_FILE}
 
 
+def test_parameters_that_share_memory_are_stored(tmp_path: Path) -> None:
+    head = BilinearHead(3, 8)
+    head.count = head.down.bias.detach()[0]
+    save_head(head, tmp_path)
+    loaded = load_head(tmp_path, 8)
+    assert isinstance(loaded, BilinearHead)
+    assert torch.equal(loaded.count, head.down.bias[0])
+
+
 BAD_HEADS: dict[str, tuple[str, str]] = {
     "not-json": ("{", "cannot read head.json"),
     "no-version": ('{"kind": "scalar"}', "no format_version"),
@@ -283,6 +292,7 @@ BAD_HEADS: dict[str, tuple[str, str]] = {
     "labels-twice": ('{"format_version": 1, "kind": "linear", "settings": {"labels": ["a", "a"]}}', "distinct"),
     "other-shape": ('{"format_version": 1, "kind": "linear", "settings": {"labels": ["a", "b"]}}', "does not hold"),
     "base": ('{"format_version": 1, "kind": "scalar", "base_model": 3}', "base_model"),
+    "settings": ('{"format_version": 1, "kind": "bilinear"}', "does not describe a bilinear head: 'rank'"),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -175,11 +176,20 @@ def test_adapters_that_compute_something_else_are_refused_by_name(
         AutoModelForDecision.from_pretrained(tmp_path)
 
 
-def test_files_that_cannot_be_written_are_os_errors(base: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_os_errors(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OSError, match="none"):
         save_adapter(adapted(base), tmp_path / "none", base_model=str(base))
     with pytest.raises(OSError, match="none"):
         save_head(ScalarHead(8), tmp_path / "none")
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("flide.models.weights.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        adapted(base).save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["shape", "name", "half", "other", "rank", "empty"])

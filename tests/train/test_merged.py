@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flide import Engine, EngineConfig, embedded_model_directory
+from flide.heads import save_head
 from flide.heads.files import HEAD_FILE
 from flide.models import AutoModelForDecision
 from flide.models.weights import SINGLE_NAME
@@ -83,6 +84,41 @@ def test_the_dtype_is_the_bases_and_what_was_not_trained_keeps_its_bits(
     assert adapted
     assert all(name.rpartition(".")[0].endswith("_proj") or "in_proj" in name for name in adapted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("way", ["there", "link", "dangling", "here"])
+def test_an_empty_directory_is_filled_whatever_leads_to_it(
+    way: str, tuned: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    if way != "dangling":
+        target.mkdir()
+    monkeypatch.chdir(target if way == "here" else tmp_path)
+    out = {"there": target, "here": Path()}.get(way, link)
+    inode = None if way == "dangling" else target.stat().st_ino
+    assert merge(tuned["scalar"], out) == out
+    assert inode in (None, target.stat().st_ino)
+    assert link.is_symlink()
+    assert answers(target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+    assert not any(path.is_dir() for path in target.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["int8", "missing"])
+def test_a_base_that_cannot_be_loaded_is_told(damage: str, base: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    (tmp_path / "tuned").mkdir()
+    save_head(None, tmp_path / "tuned", base_model=str(own))
+    tensors = load_file(own / SINGLE_NAME)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(
+        {**tensors, **({"model.embed_tokens.weight": embedding.to(torch.int8)} if damage == "int8" else {})},
+        own / SINGLE_NAME,
+    )
+    with pytest.raises(ValueError, match="embed_tokens"):
+        merge(tmp_path / "tuned", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_merged_is_refused(
