@@ -13,6 +13,7 @@ from flide.models.adapter import CONFIG_FILE as ADAPTER_FILE
 from flide.models.adapter import read_adapter_config
 from flide.models.weights import resolve_directory
 
+UNFINISHED_FILE = "training_state.pt"  # the checkpoint of a training run, which ends by removing it
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,6 +57,8 @@ class ModelDirectory:
             CheckpointError: it, or its base, cannot be had; it does not name its base; it is of a newer format.
         """
         directory = resolve_directory(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
+        if (directory / UNFINISHED_FILE).is_file() and not (directory / "config.json").is_file():
+            raise CheckpointError(f"{directory} holds a training run that is not finished; --resume goes on with it")
         head = read_head_file(directory)
         has_adapter = (directory / ADAPTER_FILE).is_file()
         adapter = read_adapter_config(directory) if has_adapter else None

@@ -66,6 +66,8 @@ class TrainConfig:
         for name, known in (("device", ("auto", "cpu", "cuda")), ("dtype", ("auto", "float32", "bfloat16"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {getattr(self, name)!r}")
+        if not isinstance(self.head, str):
+            raise ValueError(f"head must be the name of a kind, got {self.head!r}")
         targets = self.lora_targets
         if targets is not None and not (
             isinstance(targets, tuple) and targets and all(isinstance(name, str) and name for name in targets)
@@ -98,7 +100,7 @@ class TrainConfig:
             ValueError: an unknown name or a bad value.
         """
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(content) - known)
+        unknown = sorted(str(name) for name in set(content) - known)
         if unknown:
             raise ValueError(f"unknown training options: {', '.join(unknown)}")
         targets = content.get("lora_targets")

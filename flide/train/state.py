@@ -6,8 +6,9 @@ place in the data follow) and the options and data of the run.
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,22 @@ from torch import Tensor
 
 from flide.errors import CheckpointError
 from flide.heads.files import check_version
+from flide.models.directory import UNFINISHED_FILE
 
-STATE_FILE = "training_state.pt"
+STATE_FILE = UNFINISHED_FILE
 FORMAT_VERSION = 1
+
+
+_KINDS: dict[str, type] = {
+    "config": dict,
+    "model": str,
+    "data": str,
+    "step": int,
+    "trained": dict,
+    "optimizer": dict,
+    "rng": dict,
+    "metrics_bytes": int,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +67,18 @@ class TrainingState:
             OSError: it cannot be written.
         """
         content = {name: getattr(self, name) for name in self.__slots__}
+        buffer = io.BytesIO()  # torch tells of a full disk in words of its own
+        torch.save({"format_version": FORMAT_VERSION, **content}, buffer)
         unfinished = directory / f"{STATE_FILE}.tmp"
-        with unfinished.open("wb") as file:
-            torch.save({"format_version": FORMAT_VERSION, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, directory / STATE_FILE)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, directory / STATE_FILE)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, directory: Path) -> TrainingState:
@@ -69,16 +89,23 @@ class TrainingState:
         """
         path = directory / STATE_FILE
         try:
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            data = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(f"there is no run to resume in {directory}: it has no {STATE_FILE}") from None
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {STATE_FILE}: {str(error).partition(chr(10))[0]}") from error
-        check_version(STATE_FILE, content, FORMAT_VERSION)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {STATE_FILE}: {error.strerror or error}") from error
         try:
-            return cls(**{name: content[name] for name in cls.__slots__})
-        except KeyError as error:
-            raise CheckpointError(f"{STATE_FILE} has no {error}") from None
+            with warnings.catch_warnings(action="ignore"):
+                content: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # of any kind: damaged bytes are a program for the unpickler, which runs no code
+            raise CheckpointError(f"{STATE_FILE} is damaged, or not written by Flide") from error
+        check_version(STATE_FILE, content, FORMAT_VERSION)
+        for name, kind in _KINDS.items():
+            if name not in content:
+                raise CheckpointError(f"{STATE_FILE} has no {name!r}")
+            if type(content[name]) is not kind or (kind is int and content[name] < 0):
+                raise CheckpointError(f"{STATE_FILE} is damaged: {name!r} is not what it should be")
+        return cls(**{name: content[name] for name in _KINDS})
 
 
 def rng_state() -> dict[str, Tensor]:

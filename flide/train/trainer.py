@@ -180,13 +180,22 @@ class Trainer:
             CheckpointError: the parameters are not those of this run.
         """
         parameters = self.trainee.trained()
-        if {k: v.shape for k, v in trained.items()} != {k: v.shape for k, v in parameters.items()}:
-            raise CheckpointError("the checkpoint holds other parameters than this run trains")
+        if _forms(trained) != _forms(parameters) or step > self.steps:
+            raise CheckpointError("the checkpoint holds other parameters, or more steps, than this run trains")
+        moments, count = optimizer.get("state"), torch.zeros(())
+        # A parameter that never had a gradient has none.
+        expected = {i: _forms({"step": count, "exp_avg": p, "exp_avg_sq": p}) for i, p in enumerate(self._parameters)}
+        if not isinstance(moments, dict) or any(expected.get(i) != _forms(x) for i, x in moments.items()):
+            raise CheckpointError("the checkpoint holds another optimizer's state than this run's")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(trained[name])
-        self._optimizer.load_state_dict(optimizer)
-        set_rng_state(rng)
+        try:
+            # The options are this run's: of the optimizer's state the moments alone are taken.
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+            set_rng_state(rng)
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"the checkpoint is damaged: {str(error).partition(chr(10))[0]}") from error
         self.step = step
 
     def _set_rates(self) -> list[float]:
@@ -194,6 +203,13 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = group["highest_lr"] * factor
         return [group["lr"] for group in self._optimizer.param_groups]
+
+
+def _forms(tensors: Any) -> Any:
+    """Name -> shape and dtype of tensors; what is none stays as it is."""
+    if not isinstance(tensors, dict):
+        return tensors
+    return {k: (x.shape, x.dtype) if isinstance(x, Tensor) and not x.is_meta else x for k, x in tensors.items()}
 
 
 def _plan(examples: Sequence[Example], config: TrainConfig, processes: int) -> list[tuple[int, list[list[int]]]]:

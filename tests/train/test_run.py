@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import random
 import shutil
 import signal
 import sys
@@ -229,9 +231,14 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["lr", "head-and-epochs", "rows", "model", "not-resumed"],
 )
 def test_what_was_another_run_is_not_resumed(
-    stopped: Path, data: Path, tmp_path: Path, change: dict[str, Any], message: str
+    stopped: Path, data: Path, tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Path(shutil.copytree(BASE, tmp_path / "model")) if "model" in change else BASE
+    model = Path(shutil.copytree(BASE, tmp_path / "model")) if {"model", "weights"} & set(change) else BASE
+    if "weights" in change:  # others under the name that the run knows
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.norm.weight"] += 0.1
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        monkeypatch.setattr("flide.train.run.lasting_name", lambda _: str(BASE))
     data = write(tmp_path / "rows.jsonl", change["rows"]) if "rows" in change else data
     before = hashes(stopped)
     with pytest.raises(ValueError, match=message):
@@ -249,15 +256,128 @@ def test_bad_checkpoints_are_refused_by_name(stopped: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="no run to resume"):
         TrainingState.load(tmp_path)
     content = torch.load(stopped / STATE_FILE, weights_only=True)
-    torch.save({**content, "format_version": 2}, tmp_path / STATE_FILE)
-    with pytest.raises(CheckpointError, match="format_version 2; this Flide reads 1"):
-        TrainingState.load(tmp_path)
+    for change, message in (
+        ({"format_version": 2}, "format_version 2; this Flide reads 1"),
+        ({"step": "1"}, "'step' is not what it should be"),
+        ({"step": -1}, "'step' is not what it should be"),
+        ({"config": [1]}, "'config' is not what it should be"),
+        ({"rng": None}, "'rng' is not what it should be"),
+    ):
+        torch.save({**content, **change}, tmp_path / STATE_FILE)
+        with pytest.raises(CheckpointError, match=message):
+            TrainingState.load(tmp_path)
     torch.save({"format_version": 1}, tmp_path / STATE_FILE)
     with pytest.raises(CheckpointError, match="has no 'config'"):
         TrainingState.load(tmp_path)
-    (tmp_path / STATE_FILE).write_bytes((stopped / STATE_FILE).read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="cannot read training_state"):
+    (tmp_path / STATE_FILE).unlink()
+    (tmp_path / STATE_FILE).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read training_state\.pt: Is a directory"):
         TrainingState.load(tmp_path)
+
+
+class RunsCode:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "garbage", "pickle", "code", "torch-code"])
+def test_bytes_that_are_no_checkpoint_are_one_message_and_run_nothing(
+    damage: str, stopped: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    whole = (stopped / STATE_FILE).read_bytes()
+    cut, garbage = whole[:1000], bytes(random.Random(0).randbytes(5000))
+    found = {"cut": cut, "empty": b"", "text": b"hello\n", "garbage": garbage, "pickle": pickle.dumps({"a": 1})}
+    code, path = RunsCode(tmp_path / "ran"), tmp_path / STATE_FILE
+    if damage == "torch-code":
+        torch.save({"format_version": 1, "config": code}, path)
+    else:
+        path.write_bytes(pickle.dumps(code) if damage == "code" else found[damage])
+    with pytest.raises(CheckpointError, match=r"^training_state\.pt is damaged, or not written by Flide$"):
+        TrainingState.load(tmp_path)
+    assert not code.path.exists()
+    assert not recwarn.list
+
+
+def damaged_state(content: dict[str, Any], part: str) -> dict[str, Any]:
+    trained, optimizer = dict(content["trained"]), dict(content["optimizer"])
+    name = next(iter(trained))
+    if part == "tensor":
+        trained[name] = trained[name].long()
+    elif part == "no-tensor":
+        trained[name] = None
+    elif part == "moments":
+        optimizer["state"] = {0: {**optimizer["state"][0], "exp_avg": torch.zeros(3)}}
+    elif part == "optimizer":
+        optimizer = {"state": {0: "x"}, "param_groups": 5}
+    elif part == "rng":
+        content["rng"] = {"cpu": torch.zeros(3, dtype=torch.uint8)}
+    elif part == "steps":
+        content["step"] = 10**9
+    else:
+        content["config"] = {**content["config"], "lora_targets": 5}
+    return {**content, "trained": trained, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("part", ["tensor", "no-tensor", "moments", "optimizer", "rng", "steps", "config"])
+def test_a_checkpoint_that_holds_something_else_is_refused(
+    part: str, stopped: Path, data: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    content = torch.load(out / STATE_FILE, weights_only=True)
+    torch.save(damaged_state(content, part), out / STATE_FILE)
+    before = hashes(out)
+    with pytest.raises(ValueError, match="checkpoint|lora_targets"):
+        train(BASE, data, out, config(head="scalar"), resume=True)
+    assert hashes(out) == before
+
+
+def test_the_options_of_the_optimizer_are_those_of_the_run(stopped: Path, data: Path, tmp_path: Path) -> None:
+    results = []
+    for name, betas in (("as-it-was", None), ("other", (0.0, 0.0))):
+        out = Path(shutil.copytree(stopped, tmp_path / name))
+        content = torch.load(out / STATE_FILE, weights_only=True)
+        for group in content["optimizer"]["param_groups"]:
+            group["betas"] = betas or group["betas"]
+        torch.save(content, out / STATE_FILE)
+        train(BASE, data, out, config(head="scalar"), resume=True)
+        results.append((out / ADAPTER_WEIGHTS).read_bytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("stage", ["copy_tokenizer", "save_adapter", "save_head"])
+def test_what_is_not_finished_is_no_model(
+    stage: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    options = config(head="linear", epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"flide.train.run.{stage}", fail)
+        with pytest.raises(OSError, match="disk full"):
+            train(BASE, data, tmp_path / "out", options)
+    with pytest.raises(CheckpointError, match="a training run that is not finished; --resume"):
+        Engine.from_pretrained(tmp_path / "out", EngineConfig(device="cpu"))
+    train(BASE, data, tmp_path / "out", options, resume=True)
+    with Engine.from_pretrained(tmp_path / "out", EngineConfig(device="cpu")) as engine:
+        assert type(engine._head) is LinearHead
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_os_error_and_leaves_nothing(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TrainingState.load(stopped)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        state.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # What is refused
