@@ -65,12 +65,7 @@ class Engine:
         limit = self.config.max_prompt_tokens or _max_prompt_tokens(model)
         style = "options" if model.head is None else model.head.prompt_style
         self.format = ChatFormat(tokenizer, max_prompt_tokens=limit, style=style)
-        vocab_size, largest = model.config.vocab_size, tokenizer.max_prompt_id()
-        if largest >= vocab_size:
-            raise CheckpointError(
-                f"the tokenizer does not belong to the model: it yields token {largest}, "
-                f"and the model's vocabulary has {vocab_size}"
-            )
+        tokenizer.check_vocabulary(model.config.vocab_size)
         if style == "options" and not tokenizer.num_labels():
             raise CheckpointError("the tokenizer has no token that can be an option's label")
         runner = RoundRunner(

@@ -119,6 +119,14 @@ class PromptTokenizer:
         ids = {*self._plain.get_vocab(with_added_tokens=False).values()} - self._control_ids
         return max(*ids, *self.frame.head_ids, *self.frame.tail_ids)
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raise CheckpointError unless a model with so many embeddings has one for every token of a prompt."""
+        if (largest := self.max_prompt_id()) >= size:
+            raise CheckpointError(
+                f"the tokenizer does not belong to the model: it yields token {largest}, "
+                f"and the model's vocabulary has {size}"
+            )
+
     @property
     def chat_template(self) -> str:
         """Source of the chat template."""

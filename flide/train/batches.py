@@ -6,7 +6,7 @@ Shapes: Q questions, O most options of a question; ``ForkMetadata`` has those of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,9 +127,17 @@ def collate(examples: Sequence[Example], device: torch.device | str) -> Batch:
     return Batch(meta=meta, **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
 
 
-def fingerprint(examples: Sequence[Example]) -> str:
-    """SHA-256 of all tokens, trees and targets, in order: whether a run goes on with the same data."""
+SAMPLES = 64  # of a weight, in a fingerprint
+
+
+def fingerprint(examples: Sequence[Example], weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all tokens, trees and targets, in order, and of samples of every weight: whether a run goes on with
+    the same data and model."""
     digest = hashlib.sha256()
+    for name, weight in weights.items():
+        flat = weight.detach().flatten()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(flat[:: max(1, len(flat) // SAMPLES)].float().cpu().numpy().tobytes())
     for example in examples:
         layout = example.prepared.layout
         for array in (*layout.tokens, *layout.lengths, *layout.parents, example.prepared.reads.columns_QO):

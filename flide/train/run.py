@@ -35,7 +35,7 @@ from flide.train.batches import Example, fingerprint, prepare_examples
 from flide.train.config import TrainConfig
 from flide.train.merged import copy_tokenizer
 from flide.train.signals import StopSignals
-from flide.train.state import STATE_FILE, TrainingState
+from flide.train.state import STATE_FILE, TrainingState, hold
 from flide.train.trainer import Trainer
 
 METRICS_FILE = "metrics.jsonl"
@@ -98,7 +98,7 @@ def train(
     Raises:
         BadRows: rows that cannot be trained on, all of them; nothing was written.
         ValueError: anything else that is wrong with the arguments; nothing was written. That accelerate is missing.
-        ModelOutputError: loss or gradients are not finite.
+        ModelOutputError: loss, gradients or logits are not finite.
         KeyboardInterrupt: the run was stopped; the checkpoint is written.
     """
     check_accelerate()
@@ -122,10 +122,11 @@ def train(
     torch.manual_seed(config.seed)
     dtype = EngineConfig(dtype=config.dtype).resolve_dtype()
     loaded = AutoModelForDecision.from_pretrained(found.path, dtype=dtype, device=accelerator.device)
+    tokenizer.check_vocabulary(loaded.config.vocab_size)
     head = _head_of(loaded, kind, tokenizer, files[0].rows)
     examples = _examples(files, loaded, tokenizer, head, config)
+    data_hash = fingerprint(examples[0], loaded.checkpoint_tensors())
     trainer = Trainer(loaded, head, examples[0], config, accelerator=accelerator)
-    data_hash = fingerprint(examples[0])
     if state is not None:
         if state.data != data_hash:
             raise CheckpointError(f"the run in {out} was trained on other rows, or with another model")
@@ -133,11 +134,14 @@ def train(
 
     accelerator.wait_for_everyone()  # all have seen that the directory is empty
     run = _Run(trainer, out, config, base=lasting_name(model), data=data_hash, main=accelerator.is_main_process)
-    validation = run.go(examples[1] if val is not None else [], state, progress)
-    if run.main:
-        report = {"data": [file.name for file in files], "rows": len(files[0].rows), "validation": validation}
-        _finish(run, head, found, report)
-    accelerator.wait_for_everyone()
+    with run.directory(state):
+        validation = run.go(examples[1] if val is not None else [], state, progress)
+        if val is None:  # no step saw the last update, and no validation
+            trainer.evaluate(examples[0][:1])
+        if run.main:
+            report = {"data": [file.name for file in files], "rows": len(files[0].rows), "validation": validation}
+            _finish(run, head, found, report)
+        accelerator.wait_for_everyone()
     return TrainResult(out, trainer.steps, validation)
 
 
@@ -182,7 +186,8 @@ class _File:
             raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
         if not rows and not errors:
             raise ValueError(f"there are no rows in {str(path)!r}")
-        return cls(str(path), rows, errors)
+        # A path is bytes; Python's text of it need not be valid Unicode.
+        return cls(os.fsencode(path).decode(errors="replace"), rows, errors)
 
 
 def _head_of(model: ForDecision, kind: type[Head], tokenizer: PromptTokenizer, rows: Sequence[LabelledRow]) -> Head:
@@ -233,10 +238,11 @@ class _Run:
         trainer, validation = self.trainer, None
         shown = self.main and (sys.stderr.isatty() if progress is None else progress)
         with (
-            self._open_metrics(0 if state is None else state.metrics_bytes),
             StopSignals() as stop,
             tqdm(total=trainer.steps, initial=trainer.step, unit="step", disable=not shown, file=sys.stderr) as bar,
         ):
+            if state is None:  # from here on the run can be resumed whatever ends it
+                self._save()
             while trainer.step < trainer.steps:
                 began = time.perf_counter()
                 report = trainer.advance()
@@ -262,15 +268,29 @@ class _Run:
         return validation
 
     @contextlib.contextmanager
-    def _open_metrics(self, length: int) -> Iterator[None]:
-        """Write metrics from a length on: what a run logged after its checkpoint it will log again."""
+    def directory(self, state: TrainingState | None) -> Iterator[None]:
+        """Hold the directory, for this run alone. Metrics are written from where the checkpoint was: what a run logged
+        after that it will log again.
+
+        Raises:
+            ValueError: another run holds it, or was faster.
+            OSError: it cannot be written.
+        """
         if not self.main:
             yield
             return
         self.out.mkdir(parents=True, exist_ok=True)
-        with (self.out / METRICS_FILE).open("ab") as self._metrics:
-            self._metrics.truncate(length)
-            self._metrics.seek(0, os.SEEK_END)
+        try:
+            file = (self.out / METRICS_FILE).open("xb" if state is None else "ab")
+        except FileExistsError:
+            raise ValueError(f"another run has begun in {str(self.out)!r}") from None
+        with file as self._metrics:
+            hold(file, f"another run is going on in {str(self.out)!r}")
+            if state is not None:
+                if TrainingState.load(self.out).step != state.step:
+                    raise CheckpointError(f"another run has gone on in {str(self.out)!r}")
+                file.truncate(min(state.metrics_bytes, file.seek(0, os.SEEK_END)))
+            file.seek(0, os.SEEK_END)
             yield
 
     def _log(self, fields: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -106,6 +106,22 @@ class TrainingState:
             if type(content[name]) is not kind or (kind is int and content[name] < 0):
                 raise CheckpointError(f"{STATE_FILE} is damaged: {name!r} is not what it should be")
         return cls(**{name: content[name] for name in _KINDS})
+
+
+def hold(file: BinaryIO, taken: str) -> None:
+    """Lock a file until it is closed, where the system and the file system have locks.
+
+    Raises:
+        CheckpointError: another process holds it; with the message ``taken``.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(taken) from None
+    except (ImportError, OSError):
+        return
 
 
 def rng_state() -> dict[str, Tensor]:

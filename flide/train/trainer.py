@@ -146,12 +146,20 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, examples: Sequence[Example]) -> list[LabelledAnswer]:
-        """The answers that the trainee gives now, computed as an engine computes them."""
+        """The answers that the trainee gives now, computed as an engine computes them.
+
+        Raises:
+            ModelOutputError: its logits are not finite.
+        """
         self.trainee.eval()
         answers: list[LabelledAnswer] = []
         for indices in in_order(examples, batch_tokens=self.config.batch_tokens):
             batch = [examples[i] for i in indices]
-            logits_QO = self.trainee(collate(batch, self._accelerator.device)).double().cpu().numpy()
+            packed = collate(batch, self._accelerator.device)
+            logits = self.trainee(packed)
+            if not logits[packed.is_option_QO].isfinite().all():
+                raise ModelOutputError(f"logits are not finite after step {self.step}")
+            logits_QO = logits.double().cpu().numpy()
             weights_QO = iter(np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist())
             for example in batch:
                 row = example.row

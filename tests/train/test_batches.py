@@ -105,17 +105,19 @@ def test_rows_that_do_not_fit_are_told_with_their_lines(tokenizer: PromptTokeniz
     assert "at most 100 are allowed" in prepare_examples(labelled(values), short, head, batch_tokens=9999)[1][0].message
 
 
-def test_a_fingerprint_knows_tokens_and_targets(tokenizer: PromptTokenizer, model: Qwen35ForDecision) -> None:
+def test_a_fingerprint_knows_tokens_targets_and_weights(tokenizer: PromptTokenizer, model: Qwen35ForDecision) -> None:
     head = OptionHead.initial(model, tokenizer, [])
     format = ChatFormat(tokenizer)
 
-    def print_of(values: list[dict[str, Any]]) -> str:
-        return fingerprint(prepare_examples(labelled(values), format, head, batch_tokens=9999)[0])
+    def print_of(values: list[dict[str, Any]], scale: float = 1.0) -> str:
+        weights = {name: scale * weight for name, weight in model.checkpoint_tensors().items()}
+        return fingerprint(prepare_examples(labelled(values), format, head, batch_tokens=9999)[0], weights)
 
     first = print_of(rows(3))
     other_target, other_state = rows(3), rows(3)
     other_target[2]["targets"]["late"] = 0.91
     other_state[0]["state"] += "!"
     prints = {first, print_of(other_target), print_of(other_state), print_of(rows(3)[::-1]), print_of(rows(2))}
-    assert len(prints) == 5
+    prints.add(print_of(rows(3), scale=1.1))
+    assert len(prints) == 6
     assert print_of(rows(3)) == first

@@ -31,7 +31,7 @@ from flide.models.adapter import CONFIG_FILE
 from flide.models.adapter import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from flide.train import BadRows, TrainConfig, merge, train
 from flide.train.run import METRICS_FILE, REPORT_FILE
-from flide.train.state import STATE_FILE, TrainingState
+from flide.train.state import STATE_FILE, TrainingState, hold
 from flide.train.trainer import Trainer
 from tests.heads.test_heads import BilinearHead
 from tests.tolerance import PROBABILITY_FP32
@@ -226,9 +226,10 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"options": {"head": "linear", "epochs": 3}}, "other options: head, epochs"),
         ({"rows": rows(11)}, "trained on other rows"),
         ({"model": True}, "other options: model"),
+        ({"weights": True}, "or with another model"),
         ({"resume": False}, "not empty .*; resume goes on"),
     ],
-    ids=["lr", "head-and-epochs", "rows", "model", "not-resumed"],
+    ids=["lr", "head-and-epochs", "rows", "model", "weights", "not-resumed"],
 )
 def test_what_was_another_run_is_not_resumed(
     stopped: Path, data: Path, tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +348,51 @@ def test_the_options_of_the_optimizer_are_those_of_the_run(stopped: Path, data: 
     assert results[0] == results[1]
 
 
+def test_metrics_that_are_gone_are_not_made_up(stopped: Path, data: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    (out / METRICS_FILE).unlink()
+    train(BASE, data, out, config(head="scalar"), resume=True)
+    assert log_of(out)[0]["step"] == 2
+
+
+def test_a_run_killed_in_its_first_step_can_be_resumed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt  # as a second Ctrl-C does
+
+    train(BASE, data, tmp_path / "whole", config())
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "advance", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(BASE, data, tmp_path / "parts", config())
+    assert TrainingState.load(tmp_path / "parts").step == 0
+    train(BASE, data, tmp_path / "parts", config(), resume=True)
+    assert (tmp_path / "parts" / ADAPTER_WEIGHTS).read_bytes() == (tmp_path / "whole" / ADAPTER_WEIGHTS).read_bytes()
+
+
+def test_a_directory_has_one_run_at_a_time(
+    stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    with (out / METRICS_FILE).open("ab") as file:
+        hold(file, "")
+        before = hashes(out)
+        with pytest.raises(ValueError, match="another run is going on in"):
+            train(BASE, data, out, config(head="scalar"), resume=True)
+        assert hashes(out) == before
+    own = Trainer.__init__
+
+    def other_first(self: Trainer, *arguments: Any, **options: Any) -> None:
+        own(self, *arguments, **options)
+        shutil.copytree(stopped, tmp_path / "new", dirs_exist_ok=True)
+
+    monkeypatch.setattr(Trainer, "__init__", other_first)
+    with pytest.raises(ValueError, match="another run has begun in"):
+        train(BASE, data, tmp_path / "new", config(head="scalar"))
+    assert hashes(tmp_path / "new") == hashes(stopped)
+
+
 @pytest.mark.parametrize("stage", ["copy_tokenizer", "save_adapter", "save_head"])
 def test_what_is_not_finished_is_no_model(
     stage: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -453,6 +499,34 @@ def test_a_loss_that_is_no_number_ends_the_run(data: Path, tmp_path: Path) -> No
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelOutputError, match="not finite in step 1"):
         train(broken, data, tmp_path / "out", config())
+
+
+@pytest.mark.parametrize("with_val", [True, False])
+def test_a_model_that_the_last_step_broke_is_not_written(with_val: bool, data: Path, val: Path, tmp_path: Path) -> None:
+    options = config(lr=1e20, epochs=1, batch_tokens=9999)
+    with pytest.raises(ModelOutputError, match="logits are not finite after step 1"):
+        train(BASE, data, tmp_path / "out", options, val=val if with_val else None)
+    assert not (tmp_path / "out" / CONFIG_FILE).exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(data: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(BASE, tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:640].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": 640}))
+    with pytest.raises(CheckpointError, match="the tokenizer does not belong to the model"):
+        train(model, data, tmp_path / "out", config())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_whose_name_is_not_unicode(data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows\udcff.jsonl"
+    shutil.copy(data, path)
+    train(BASE, path, tmp_path / "out", config(epochs=1))
+    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text(encoding="utf-8"))
+    assert report["data"] == [str(tmp_path / "rows\N{REPLACEMENT CHARACTER}.jsonl")]
 
 
 # Other starts
