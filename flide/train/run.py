@@ -291,7 +291,12 @@ class _Run:
                     raise CheckpointError(f"another run has gone on in {str(self.out)!r}")
                 file.truncate(min(state.metrics_bytes, file.seek(0, os.SEEK_END)))
             file.seek(0, os.SEEK_END)
-            yield
+            try:
+                yield
+            except BaseException:
+                if state is None and not (self.out / STATE_FILE).exists():  # the same command can be given again
+                    (self.out / METRICS_FILE).unlink(missing_ok=True)
+                raise
 
     def _log(self, fields: dict[str, Any]) -> None:
         if self._metrics is not None:

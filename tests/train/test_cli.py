@@ -113,6 +113,7 @@ def test_a_directory_that_cannot_be_written_is_a_failure(
     code, out, err = run(capsys, "train", "--model", BASE, "--data", data, "--out", tmp_path / "out", "--device", "cpu")
     assert (code, out) == (1, "")
     assert err == f"flide: cannot write to {str(tmp_path / 'out')!r}: No space left on device\n"
+    assert not list((tmp_path / "out").iterdir())  # so that the same command can be given again
 
 
 def test_the_help_tells_the_defaults_there_are(capsys: pytest.CaptureFixture[str]) -> None:
