@@ -1,0 +1,269 @@
+"""The forked forward pass as padded batches in plain torch, to train a small model from scratch.
+
+The library's ops walk over segments in Python in their references, which is what their gradients run. Here all trunks
+of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds.
+It computes what ``Qwen35ForDecision`` computes, with its modules and weights (``tests/scripts/test_demo.py`` compares).
+Padding follows a row's tokens and is inert: its keys are invisible, its gates and writes zero.
+
+Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length, D hidden size, N heads, C chunks of
+64, K key dim, V value dim, H head dim, O options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from flide.layers import ForkGatedDeltaNet, RotaryEmbedding
+from flide.layers.rotary import apply_rotary
+from flide.models import Qwen35ForDecision
+from flide.models.qwen3_5 import Qwen35Attention
+
+CHUNK = 64
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A labelled row as token ids: what its questions share, what each adds, and each one's target distribution."""
+
+    trunk: NDArray[np.int16]
+    branches: list[NDArray[np.int16]]
+    targets: list[tuple[float, ...]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.trunk) + sum(map(len, self.branches))
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """Samples side by side.
+
+    Attributes:
+        trunks_RP, branches_QL: token ids; padding is 0.
+        trunk_lengths_R, branch_lengths_Q, owner_Q: lengths, and the trunk of each branch.
+        is_option_QO, targets_QO: as in ``flide.train.batches.Batch``.
+    """
+
+    trunks_RP: Tensor
+    trunk_lengths_R: Tensor
+    branches_QL: Tensor
+    branch_lengths_Q: Tensor
+    owner_Q: Tensor
+    is_option_QO: Tensor
+    targets_QO: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> PaddedBatch:
+        branches = [branch for sample in samples for branch in sample.branches]
+        targets = [target for sample in samples for target in sample.targets]
+        width = max(map(len, targets))
+        return cls(
+            trunks_RP=_padded([sample.trunk for sample in samples]),
+            trunk_lengths_R=torch.tensor([len(sample.trunk) for sample in samples]),
+            branches_QL=_padded(branches),
+            branch_lengths_Q=torch.tensor([len(branch) for branch in branches]),
+            owner_Q=torch.tensor([i for i, sample in enumerate(samples) for _ in sample.branches]),
+            is_option_QO=torch.tensor([[o < len(target) for o in range(width)] for target in targets]),
+            targets_QO=torch.tensor([[*target, *[0.0] * (width - len(target))] for target in targets]),
+        )
+
+    def to(self, device: torch.device) -> PaddedBatch:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        if device.type == "cuda":
+            fields = {name: x.pin_memory() for name, x in fields.items()}
+        return PaddedBatch(**{name: x.to(device, non_blocking=True) for name, x in fields.items()})
+
+
+class Hidden(NamedTuple):
+    """Final hidden states, normed: every trunk row ``[R, P, D]`` and branch row ``[Q, L, D]``."""
+
+    trunks: Tensor
+    branches: Tensor
+
+
+def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
+    """All hidden states of a batch. The model is one without pools and merged projections."""
+    parts = _Parts.of(batch)
+    trunks, branches = model.model.embed_tokens(batch.trunks_RP), model.model.embed_tokens(batch.branches_QL)
+    rotary = model.model.rotary
+    for layer in model.model.layers:
+        mix = _attention if layer.layer_type == "full_attention" else _delta_net
+        mixer = layer.self_attn if layer.layer_type == "full_attention" else layer.linear_attn
+        mixed = mix(mixer, layer.input_layernorm(trunks), layer.input_layernorm(branches), parts, rotary)
+        trunks, branches = trunks + mixed[0], branches + mixed[1]
+        trunks = trunks + layer.mlp(layer.post_attention_layernorm(trunks))
+        branches = branches + layer.mlp(layer.post_attention_layernorm(branches))
+    return Hidden(model.model.norm(trunks), model.model.norm(branches))
+
+
+def option_logits(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch, label_ids: Tensor) -> Tensor:
+    """``[Q, O]`` float32 logits of the options' letters at each branch's last row; unused places are -inf."""
+    at = torch.arange(len(batch.owner_Q), device=hidden.branches.device)
+    last_QD = hidden.branches[at, batch.branch_lengths_Q - 1]
+    with torch.autocast(last_QD.device.type, enabled=False):
+        logits_QO = last_QD.float() @ model.lm_head.weight[label_ids[: batch.targets_QO.shape[1]]].float().T
+    return logits_QO.masked_fill(~batch.is_option_QO, float("-inf"))
+
+
+def next_token_loss(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch) -> Tensor:
+    """Mean cross entropy of the next token of the trunks: an auxiliary loss that teaches the words."""
+    inside_RP = torch.arange(1, batch.trunks_RP.shape[1], device=hidden.trunks.device) < batch.trunk_lengths_R[:, None]
+    logits = model.lm_head(hidden.trunks[:, :-1][inside_RP]).float()
+    return F.cross_entropy(logits, batch.trunks_RP[:, 1:][inside_RP])
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Which places hold tokens ``[R, P]`` and ``[Q, L]``, their positions, what a branch row sees ``[Q, 1, L, P + L]``,
+    and the batch."""
+
+    batch: PaddedBatch
+    inside_RP: Tensor
+    inside_QL: Tensor
+    positions_QL: Tensor
+    visible_Q1LX: Tensor
+
+    @classmethod
+    def of(cls, batch: PaddedBatch) -> _Parts:
+        device, (_, p), (_, size) = batch.trunks_RP.device, batch.trunks_RP.shape, batch.branches_QL.shape
+        inside_RP = torch.arange(p, device=device) < batch.trunk_lengths_R[:, None]
+        inside_QL = torch.arange(size, device=device) < batch.branch_lengths_Q[:, None]
+        causal_LL = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+        count = len(batch.owner_Q)
+        visible = torch.cat(
+            [inside_RP[batch.owner_Q][:, None].expand(count, size, p), causal_LL.expand(count, size, size)], -1
+        )
+        positions_QL = batch.trunk_lengths_R[batch.owner_Q][:, None] + torch.arange(size, device=device)
+        return cls(batch, inside_RP, inside_QL, positions_QL, visible[:, None])
+
+
+def _attention(
+    mixer: Qwen35Attention, trunks_RPD: Tensor, branches_QLD: Tensor, parts: _Parts, rotary: RotaryEmbedding
+) -> tuple[Tensor, Tensor]:
+    positions_RP = torch.arange(trunks_RPD.shape[1], device=trunks_RPD.device).expand(trunks_RPD.shape[:2])
+    query, gate, key, value = _project(mixer, trunks_RPD, positions_RP, rotary)
+    groups = mixer.num_heads // mixer.num_kv_heads
+    key_all, value_all = (x.repeat_interleave(groups, 1) for x in (key, value))
+    trunk_o = F.scaled_dot_product_attention(query, key_all, value_all, is_causal=True, scale=mixer.scale)
+    trunk_out = _close(mixer, trunk_o, gate)
+
+    query, gate, own_key, own_value = _project(mixer, branches_QLD, parts.positions_QL, rotary)
+    owner_Q = parts.batch.owner_Q
+    key_all = torch.cat([key[owner_Q], own_key], 2).repeat_interleave(groups, 1)
+    value_all = torch.cat([value[owner_Q], own_value], 2).repeat_interleave(groups, 1)
+    o = F.scaled_dot_product_attention(query, key_all, value_all, attn_mask=parts.visible_Q1LX, scale=mixer.scale)
+    return trunk_out, _close(mixer, o, gate)
+
+
+def _project(
+    mixer: Qwen35Attention, x_BTD: Tensor, positions_BT: Tensor, rotary: RotaryEmbedding
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query and gate ``[B, N, T, H]``, key and value ``[B, M, T, H]``, rotated."""
+    batch, length, _ = x_BTD.shape
+    tables = rotary(positions_BT.flatten().expand(3, -1))
+    query_gate = mixer.q_proj(x_BTD).view(batch * length, mixer.num_heads, 2, mixer.head_dim)
+    query, gate = query_gate.unbind(2)
+    key = mixer.k_proj(x_BTD).view(batch * length, mixer.num_kv_heads, mixer.head_dim)
+    value = mixer.v_proj(x_BTD).view(batch, length, mixer.num_kv_heads, mixer.head_dim)
+    query, key = apply_rotary(mixer.q_norm(query), tables), apply_rotary(mixer.k_norm(key), tables)
+    query, gate, key = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in (query, gate, key))
+    return query, gate, key, value.transpose(1, 2)
+
+
+def _close(mixer: Qwen35Attention, o_BNTH: Tensor, gate_BNTH: Tensor) -> Tensor:
+    out: Tensor = mixer.o_proj((o_BNTH * torch.sigmoid(gate_BNTH)).transpose(1, 2).flatten(2))
+    return out
+
+
+def _delta_net(
+    mixer: ForkGatedDeltaNet, trunks_RPD: Tensor, branches_QLD: Tensor, parts: _Parts, rotary: RotaryEmbedding
+) -> tuple[Tensor, Tensor]:
+    lengths_R, owner_Q = parts.batch.trunk_lengths_R, parts.batch.owner_Q
+    width = mixer.conv1d.weight.shape[-1]
+    qkv_RPC = mixer.in_proj_qkv(trunks_RPD)
+    # With width - 1 zero rows in front, a trunk's last rows begin at its length.
+    history_RXC = F.pad(qkv_RPC, (0, 0, width - 1, 0))
+    last = lengths_R[:, None] + torch.arange(width - 1, device=lengths_R.device)
+    window_RWC = history_RXC[torch.arange(len(lengths_R), device=last.device)[:, None], last]
+    trunk_o, states = _rule(mixer, history_RXC, trunks_RPD, parts.inside_RP, None)
+
+    history_QXC = torch.cat([window_RWC[owner_Q], mixer.in_proj_qkv(branches_QLD)], 1)
+    branch_o, _ = _rule(mixer, history_QXC, branches_QLD, parts.inside_QL, states[owner_Q])
+    return tuple(
+        mixer.out_proj(mixer.norm(o, mixer.in_proj_z(x).unflatten(-1, (mixer.num_value_heads, -1))).flatten(2))
+        for o, x in ((trunk_o, trunks_RPD), (branch_o, branches_QLD))
+    )
+
+
+def _rule(
+    mixer: ForkGatedDeltaNet, history_BXC: Tensor, x_BTD: Tensor, inside_BT: Tensor, state_BNKV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Convolution, gates and delta rule: outputs ``[B, T, N, V]`` and the states after the last token. Float32."""
+    mixed = F.silu(F.conv1d(history_BXC.transpose(1, 2), mixer.conv1d.weight, groups=history_BXC.shape[-1]))
+    a, b = mixer.in_proj_a(x_BTD).float(), mixer.in_proj_b(x_BTD).float()
+    with torch.autocast(x_BTD.device.type, enabled=False):
+        size = mixer.num_key_heads * mixer.key_dim
+        query, key, value = mixed.transpose(1, 2).float().split([size, size, mixed.shape[1] - 2 * size], -1)
+        group = mixer.num_value_heads // mixer.num_key_heads
+
+        def heads(x: Tensor) -> Tensor:
+            x = x.unflatten(-1, (-1, mixer.key_dim))
+            return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)).repeat_interleave(group, 2)
+
+        query, key = heads(query) * mixer.key_dim**-0.5, heads(key)
+        value = value.unflatten(-1, (mixer.num_value_heads, -1))
+        inside = inside_BT[..., None].float()
+        log_decay = -mixer.A_log.float().exp() * F.softplus(a + mixer.dt_bias.float()) * inside
+        beta = mixer.beta_scale * torch.sigmoid(b) * inside
+        return _delta_rule(query, key, value, log_decay, beta, state_BNKV)
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The chunked form of ``flide/ops/fork_gated_delta/reference.py``; what needs no state is done for all chunks."""
+    length = query.shape[1]
+    padding = -length % CHUNK if length > CHUNK else 0
+    size = min(length, CHUNK)
+
+    def chunks(x: Tensor) -> Tensor:  # [B, T, N, ...] -> [B, N, C, size, ...]
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding)) if padding else x
+        return x.unflatten(1, (-1, size)).movedim(3, 1)
+
+    query, key, value, log_decay, beta = map(chunks, (query, key, value, log_decay, beta))
+    decay = log_decay.cumsum(-1)
+    lower = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
+    ratio = (decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    key_T = key.transpose(-1, -2)
+    strictly_lower = (beta[..., None] * ratio * (key @ key_T)).tril(-1)
+    right = beta[..., None] * torch.cat([value, decay.exp()[..., None] * key], -1)
+    solved = torch.linalg.solve_triangular(strictly_lower, right, upper=False, unitriangular=True)
+    written, erased = solved.split([value.shape[-1], key.shape[-1]], -1)
+    from_state = decay.exp()[..., None] * query
+    among = ratio * (query @ key_T)
+    kept = (decay[..., -1:] - decay).exp()[..., None] * key
+    if state is None:
+        state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
+    outs = []
+    for c in range(query.shape[2]):
+        delta = written[:, :, c] - erased[:, :, c] @ state
+        outs.append(from_state[:, :, c] @ state + among[:, :, c] @ delta)
+        state = decay[:, :, c, -1].exp()[..., None, None] * state + kept[:, :, c].transpose(-1, -2) @ delta
+    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :length]
+    return out.transpose(1, 2), state
+
+
+def _padded(parts: Sequence[NDArray[np.int16]]) -> Tensor:
+    out = np.zeros((len(parts), max(map(len, parts))), np.int64)
+    for row, part in zip(out, parts, strict=True):
+        row[: len(part)] = part
+    return torch.from_numpy(out)
