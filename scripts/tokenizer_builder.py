@@ -91,6 +91,15 @@ def build_tokenizer(vocab_size: int = 1280, *, seed: int = 0) -> Tokenizer:
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
+    return train_tokenizer(training_text(seed), vocab_size)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer of exactly ``vocab_size`` entries trained on texts, the added tokens last.
+
+    Raises:
+        ValueError: the texts do not fill so many entries.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -106,7 +115,7 @@ def build_tokenizer(vocab_size: int = 1280, *, seed: int = 0) -> Tokenizer:
         special_tokens=[],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(training_text(seed), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in CONTROL_TOKENS])
     if tokenizer.get_vocab_size() != vocab_size:
@@ -122,8 +131,13 @@ def write_tokenizer(directory: Path, *, vocab_size: int = 1280, template: str | 
         vocab_size: entries with the added tokens, ``MIN_VOCAB_SIZE`` or more.
         template: Jinja source of the chat template; None writes a tokenizer without one.
     """
+    save_tokenizer(build_tokenizer(vocab_size), directory, template=template)
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, template: str | None = CHAT_TEMPLATE) -> None:
+    """Write a tokenizer as :func:`write_tokenizer` does."""
     directory.mkdir(parents=True, exist_ok=True)
-    build_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen3_5Tokenizer",
         "bos_token": None,

@@ -1,0 +1,80 @@
+"""Labelled rows of the demo tasks, from a seed; the n-th row of a split depends on nothing else.
+
+python -m scripts.demo.data OUT --train 20000 --val 1500 --test 3000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.demo.grammar import SPLITS, Writer, with_typos
+from scripts.demo.tasks import SHARES, TASKS
+
+SEED = 20261129
+MOST_QUESTIONS = 8
+RARE = ("escalate", "policy", "window", "page", "deadline")  # asked whenever they can be
+
+
+def make_row(split: str, index: int, *, seed: int = SEED) -> dict[str, Any]:
+    """One row: a System One body with targets, as ``flide train`` and ``flide eval`` read."""
+    rng = random.Random(f"{seed} {split} {index}")
+    name = rng.choices(list(SHARES), list(SHARES.values()))[0]
+    writer = Writer(rng, split)
+    state, asked = TASKS[name](writer)
+    ids = list(asked)
+    rng.shuffle(ids)
+    ids.sort(key=lambda kind: kind not in RARE or rng.random() < 0.3)
+    ids = ids[: rng.randint(2, MOST_QUESTIONS)]
+    rng.shuffle(ids)
+    return {
+        "model": "demo",
+        "state": _roughened(state, rng),
+        "questions": {f"{name}.{kind}": asked[kind].question for kind in ids},
+        "targets": {f"{name}.{kind}": asked[kind].target for kind in ids},
+    }
+
+
+def rows(split: str, count: int, *, seed: int = SEED) -> Iterator[dict[str, Any]]:
+    """The first ``count`` rows of a split."""
+    return (make_row(split, index, seed=seed) for index in range(count))
+
+
+def write_rows(path: Path, these: Iterable[dict[str, Any]]) -> None:
+    """As JSON lines."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in these)
+
+
+def _roughened(state: Any, rng: random.Random) -> Any:
+    """As people write: some texts have typos, some no capitals."""
+    share = rng.choice((0.0, 0.0, 0.0, 0.03, 0.1))
+    lower = rng.random() < 0.08
+
+    def rough(text: str) -> str:
+        text = with_typos(text, rng, share=share)
+        return text.lower() if lower else text
+
+    if isinstance(state, dict):
+        return {key: [rough(x) for x in value] if isinstance(value, list) else rough(value) for key, value in state.items()}
+    return rough(state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    for split, count in zip(SPLITS, (20000, 1500, 3000), strict=True):
+        parser.add_argument(f"--{split}", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=SEED)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        write_rows(arguments.out / f"{split}.jsonl", rows(split, getattr(arguments, split), seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

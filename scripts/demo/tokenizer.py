@@ -1,0 +1,33 @@
+"""The demo model's tokenizer: byte-level BPE trained on rendered prompts of the training split alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flide.evaluation.rows import parse_row
+from flide.runtime.prompt import option_texts, render_value
+from scripts.tokenizer_builder import save_tokenizer, train_tokenizer
+
+VOCAB_SIZE = 3072
+
+
+def texts(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """What the tokenizer sees of rows: states and questions as prompts show them."""
+    found = []
+    for row in rows:
+        request = parse_row(json.dumps(row), 1).request
+        found.append(render_value(request.state) + "\n\n")
+        for question in request.questions.values():
+            options = "\n".join(f"A. {text}" for text in option_texts(question))
+            found.append(f"Question: {question.instructions}\n{options}\nAnswer with the letter of the correct option.")
+    return found
+
+
+def write_demo_tokenizer(directory: Path, rows: Iterable[dict[str, Any]], *, vocab_size: int = VOCAB_SIZE) -> None:
+    """Train on rows and write the files of a transformers tokenizer with the embedded model's chat template."""
+    # The frame around a message, and words without a blank before them, which can be labels of many options.
+    extra = ["user\n", "assistant\n", "\n\n"] * 50
+    save_tokenizer(train_tokenizer([*texts(rows), *extra], vocab_size), directory)

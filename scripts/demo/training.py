@@ -1,0 +1,236 @@
+"""Training the demo model from nothing: rows to samples, the model, the loop.
+
+Shapes: as in ``scripts/demo/batched.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flide.evaluation.rows import parse_row
+from flide.models import Qwen35Config, Qwen35ForDecision
+from flide.runtime.prompt import ChatFormat
+from flide.runtime.tokenizer import PromptTokenizer
+from flide.train.config import BRIER_WEIGHT, CLIP_NORM
+from flide.train.trainee import decision_losses
+from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits
+from scripts.demo.data import make_row
+
+FULL, LINEAR = "full_attention", "linear_attention"
+DECAY_STEPS = (1e-3, 1e-1)  # of softplus(dt_bias), as Gated DeltaNet models are initialised for training
+UNKNOWN_SHARE = 0.02  # of the trunks' tokens that become others, so that unknown words are nothing new
+FIRST_PLAIN_ID = 256  # ids below are single bytes
+SORTED_BATCHES = 32  # that are filled by length together, so that padding is small
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoConfig:
+    """Everything that decides what comes out.
+
+    Attributes:
+        rows: training rows; val_rows and test_rows likewise.
+        steps, batch_rows: of the optimiser; rows are drawn in random order, pass after pass.
+        lr: the highest rate; it rises for ``warmup`` steps and falls to a tenth as a cosine.
+        next_token_weight: of the auxiliary next-token loss on the states.
+        hidden_size, intermediate_size, layers: of the model; an L is a Gated DeltaNet layer, an F full attention.
+        seed: of the weights and the order.
+    """
+
+    rows: int = 300_000
+    val_rows: int = 2_000
+    test_rows: int = 3_000
+    steps: int = 5_000
+    batch_rows: int = 128
+    lr: float = 1e-3
+    warmup: int = 300
+    weight_decay: float = 0.05
+    next_token_weight: float = 0.1
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    layers: str = "LLFLLF"
+    seed: int = 1
+
+
+def model_config(config: DemoConfig, vocab_size: int) -> Qwen35Config:
+    """Heads are those of the published models, for which there are CUDA kernels."""
+    return Qwen35Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layer_types=tuple({"L": LINEAR, "F": FULL}[layer] for layer in config.layers),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.25,
+        mrope_section=(11, 11, 10),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+
+
+def new_model(config: DemoConfig, vocab_size: int) -> Qwen35ForDecision:
+    """Random float32 weights to start from, on the CPU: the same from the same seed."""
+    torch.manual_seed(config.seed)
+    model = Qwen35ForDecision.from_config(model_config(config, vocab_size), dtype=torch.float32)
+    low, high = (math.log(step) for step in DECAY_STEPS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("conv1d.weight"):
+                parameter.uniform_(-0.5, 0.5)
+            elif name.endswith("dt_bias"):
+                step = torch.empty_like(parameter).uniform_(low, high).exp()
+                parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+            elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * len(config.layers)) ** -0.5)
+    return model.train()
+
+
+def make_samples(split: str, count: int, tokenizer: Path, *, processes: int | None = None) -> list[Sample]:
+    """Rows of a split, parsed and encoded as an engine does it, by several processes."""
+    processes = min(processes or multiprocessing.cpu_count(), 16)
+    cuts = np.linspace(0, count, processes * 4 + 1).astype(int).tolist()
+    work = [(split, a, b, str(tokenizer)) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    if processes == 1 or count < 2000:
+        parts = map(_encode_rows, work)
+        return [sample for part in parts for sample in part]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        return [sample for part in pool.imap(_encode_rows, work) for sample in part]
+
+
+def _encode_rows(work: tuple[str, int, int, str]) -> list[Sample]:
+    split, first, last, directory = work
+    format = ChatFormat(PromptTokenizer.from_pretrained(Path(directory)))
+    return [encode_row(make_row(split, index), format) for index in range(first, last)]
+
+
+def encode_row(row: dict[str, Any], format: ChatFormat) -> Sample:
+    """A row as a sample."""
+    labelled = parse_row(json.dumps(row), 1)
+    encoded = format.encode(labelled.request)
+    return Sample(
+        np.array(encoded.shared, np.int16),
+        [np.array(tail, np.int16) for tail in encoded.tails],
+        list(labelled.targets.values()),
+    )
+
+
+def train(
+    model: Qwen35ForDecision,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    config: DemoConfig,
+    label_ids: Sequence[int],
+    *,
+    report_every: int = 100,
+) -> list[dict[str, float]]:
+    """Train all parameters in place, on the model's device; returns what was reported."""
+    device = model.lm_head.weight.device
+    labels = torch.tensor(label_ids, device=device)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98))
+    generator = torch.Generator(device).manual_seed(config.seed)
+    batches = _batches(samples, config)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    started, tokens, reports = time.monotonic(), 0, []
+    running = torch.zeros(3, device=device)
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * _factor(step, config)
+        chosen = next(batches)
+        batch = _with_unknowns(PaddedBatch.of(chosen).to(device), generator, model.config.vocab_size)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            hidden = forward(model, batch)
+            logits_QO = option_logits(model, hidden, batch, labels)
+            cross_entropy_Q, brier_Q = decision_losses(logits_QO, batch)
+            loss = (cross_entropy_Q + BRIER_WEIGHT * brier_Q).mean()
+            words = next_token_loss(model, hidden, batch) if config.next_token_weight else torch.zeros_like(loss)
+        optimizer.zero_grad(set_to_none=True)
+        (loss + config.next_token_weight * words).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        tokens += sum(sample.num_tokens for sample in chosen)
+        right = (logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).float().mean()
+        running += torch.stack([cross_entropy_Q.mean(), right, words]).detach()
+        if (step + 1) % report_every == 0 or step + 1 == config.steps:
+            count = step % report_every + 1
+            nll, accuracy, words_nll = (running / count).tolist()
+            running.zero_()
+            seconds = time.monotonic() - started
+            held_accuracy, held_nll = accuracy_of(model, held_out, labels, batch_rows=config.batch_rows)
+            reports.append(
+                {
+                    "step": step + 1,
+                    "nll": nll,
+                    "accuracy": accuracy,
+                    "next_token_nll": words_nll,
+                    "val_nll": held_nll,
+                    "val_accuracy": held_accuracy,
+                    "seconds": round(seconds, 1),
+                    "tokens_per_second": round(tokens / seconds),
+                }
+            )
+            print(" ".join(f"{key} {value:.4g}" for key, value in reports[-1].items()), flush=True)
+    return reports
+
+
+@torch.no_grad()
+def accuracy_of(
+    model: Qwen35ForDecision, samples: Sequence[Sample], labels: Tensor, *, batch_rows: int
+) -> tuple[float, float]:
+    """Accuracy and mean negative log-likelihood over the questions of samples."""
+    right, nll, questions = 0.0, 0.0, 0
+    for begin in range(0, len(samples), batch_rows):
+        batch = PaddedBatch.of(samples[begin : begin + batch_rows]).to(labels.device)
+        logits_QO = option_logits(model, forward(model, batch), batch, labels)
+        right += float((logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).sum())
+        nll += float(decision_losses(logits_QO, batch).cross_entropy_Q.sum())
+        questions += len(logits_QO)
+    return right / questions, nll / questions
+
+
+def _factor(step: int, config: DemoConfig) -> float:
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - config.warmup) / max(1, config.steps - config.warmup)))
+
+
+def _batches(samples: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
+    """Batches without end: random rows, sorted by length within stretches, the stretches' batches in random order."""
+    rng = np.random.default_rng(config.seed)
+    while True:
+        order = rng.permutation(len(samples))
+        for begin in range(0, len(order), config.batch_rows * SORTED_BATCHES):
+            stretch = sorted(order[begin : begin + config.batch_rows * SORTED_BATCHES], key=lambda i: len(samples[i].trunk))
+            starts = range(0, len(stretch), config.batch_rows)
+            for start in rng.permutation(np.array(starts)).tolist():
+                yield [samples[i] for i in stretch[start : start + config.batch_rows]]
+
+
+def _with_unknowns(batch: PaddedBatch, generator: torch.Generator, vocab_size: int) -> PaddedBatch:
+    """The batch with some of the trunks' plain tokens replaced, in place."""
+    trunks = batch.trunks_RP
+    chance = torch.rand(trunks.shape, generator=generator, device=trunks.device)
+    plain = (trunks >= FIRST_PLAIN_ID) & (trunks < vocab_size - 16) & (chance < UNKNOWN_SHARE)
+    others = torch.randint(FIRST_PLAIN_ID, vocab_size - 16, trunks.shape, generator=generator, device=trunks.device)
+    trunks.copy_(torch.where(plain, others, trunks))
+    return batch
