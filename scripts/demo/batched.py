@@ -11,6 +11,7 @@ Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -232,8 +233,8 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The chunked form of ``flide/ops/fork_gated_delta/reference.py``; what needs no state is done for all chunks."""
     length = query.shape[1]
-    padding = -length % CHUNK if length > CHUNK else 0
-    size = min(length, CHUNK)
+    size = math.ceil(length / math.ceil(length / CHUNK))  # equal chunks, so that little is padding
+    padding = -length % size
 
     def chunks(x: Tensor) -> Tensor:  # [B, T, N, ...] -> [B, N, C, size, ...]
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding)) if padding else x

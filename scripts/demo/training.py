@@ -5,9 +5,9 @@ Shapes: as in ``scripts/demo/batched.py``.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
 from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits
 from scripts.demo.data import make_row
+from scripts.demo.parallel import over_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
 DECAY_STEPS = (1e-3, 1e-1)  # of softplus(dt_bias), as Gated DeltaNet models are initialised for training
@@ -104,20 +105,13 @@ def new_model(config: DemoConfig, vocab_size: int) -> Qwen35ForDecision:
 
 
 def make_samples(split: str, count: int, tokenizer: Path, *, processes: int | None = None) -> list[Sample]:
-    """Rows of a split, parsed and encoded as an engine does it, by several processes."""
-    processes = min(processes or multiprocessing.cpu_count(), 16)
-    cuts = np.linspace(0, count, processes * 4 + 1).astype(int).tolist()
-    work = [(split, a, b, str(tokenizer)) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
-    if processes == 1 or count < 2000:
-        parts = map(_encode_rows, work)
-        return [sample for part in parts for sample in part]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        return [sample for part in pool.imap(_encode_rows, work) for sample in part]
+    """The first rows of a split, parsed and encoded as an engine does it."""
+    work = functools.partial(_encode_rows, directory=tokenizer)
+    return [sample for part in over_rows(work, split, count, processes=processes) for sample in part]
 
 
-def _encode_rows(work: tuple[str, int, int, str]) -> list[Sample]:
-    split, first, last, directory = work
-    format = ChatFormat(PromptTokenizer.from_pretrained(Path(directory)))
+def _encode_rows(split: str, first: int, last: int, *, directory: Path) -> list[Sample]:
+    format = ChatFormat(PromptTokenizer.from_pretrained(directory))
     return [encode_row(make_row(split, index), format) for index in range(first, last)]
 
 
