@@ -26,7 +26,7 @@ from torch import Tensor
 from flide.evaluation.metrics import LabelledAnswer
 from flide.evaluation.rows import parse_row
 from flide.runtime.prompt import option_texts, render_value
-from flide.runtime.request import Choice, Noul, Score
+from flide.runtime.request import Choice, Noul
 from scripts.demo.data import SEED, make_row
 from scripts.demo.parallel import over_rows
 
@@ -145,7 +145,9 @@ def log_probabilities(model: Baseline, bags: Bags) -> Tensor:
 def answers(model: Baseline, bags: Bags, told: Sequence[Told]) -> list[LabelledAnswer]:
     """Answers as an engine's, for the same metrics."""
     found = []
-    for this, p, target in zip(told, log_probabilities(model, bags).double().exp().numpy(), bags.targets_QO, strict=True):
+    for this, p, target in zip(
+        told, log_probabilities(model, bags).double().exp().numpy(), bags.targets_QO, strict=True
+    ):
         n = len(this.options)
         probabilities, wanted = p[:n] / p[:n].sum(), target[:n].astype(float)
         found.append(LabelledAnswer(*this, tuple(probabilities.tolist()), tuple(wanted.tolist())))

@@ -2,7 +2,7 @@
 
 The library's ops walk over segments in Python in their references, which is what their gradients run. Here all trunks
 of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds.
-It computes what ``Qwen35ForDecision`` computes, with its modules and weights (``tests/scripts/test_demo.py`` compares).
+It computes what ``Qwen35ForDecision`` computes, with its modules and weights (``tests/test_demo.py`` compares).
 Padding follows a row's tokens and is inert: its keys are invisible, its gates and writes zero.
 
 Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length, D hidden size, N heads, C chunks of

@@ -60,7 +60,9 @@ def _roughened(state: Any, rng: random.Random) -> Any:
         return text.lower() if lower else text
 
     if isinstance(state, dict):
-        return {key: [rough(x) for x in value] if isinstance(value, list) else rough(value) for key, value in state.items()}
+        return {
+            key: [rough(x) for x in value] if isinstance(value, list) else rough(value) for key, value in state.items()
+        }
     return rough(state)
 
 

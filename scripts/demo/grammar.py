@@ -77,7 +77,10 @@ class Writer:
             self.values["item2"] = self.word("item")
         high, low = rng.randint(41, 400), rng.randint(5, 40)
         self.values |= {"amount": self.money(high), "amount2": self.money(low)}
-        self.values |= {"order": str(rng.randint(10000, 99999)), "phone": f"0{rng.randint(100, 999)} {rng.randint(10000, 99999)}"}
+        self.values |= {
+            "order": str(rng.randint(10000, 99999)),
+            "phone": f"0{rng.randint(100, 999)} {rng.randint(10000, 99999)}",
+        }
 
     def word(self, name: str) -> str:
         """An entry of a bank of words; ``item2`` is another item."""

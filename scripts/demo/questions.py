@@ -26,7 +26,14 @@ def noul(writer: Writer, ask: str, truth: bool, *, sides: str | None = None, **v
 
 
 def choice(
-    writer: Writer, ask: str, truth: str, others: Sequence[str], *, names: str, described: str | None = None, most: int = 6
+    writer: Writer,
+    ask: str,
+    truth: str,
+    others: Sequence[str],
+    *,
+    names: str,
+    described: str | None = None,
+    most: int = 6,
 ) -> Asked:
     """Which of several kinds: the truth and some others, in a random order under random names.
 

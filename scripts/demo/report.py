@@ -57,7 +57,9 @@ def case_lines(engine: Engine, rows: Sequence[LabelledRow]) -> tuple[list[str], 
         got, wanted = int(np.argmax(answer.probabilities)), int(np.argmax(answer.target))
         right += got == wanted
         mark = "ok   " if got == wanted else f"WRONG (expected {answer.options[wanted]})"
-        lines.append(f"{answer.row:>2} {answer.question_id:<10} {answer.options[got]:<20} {answer.probabilities[got]:.2f} {mark}")
+        lines.append(
+            f"{answer.row:>2} {answer.question_id:<10} {answer.options[got]:<20} {answer.probabilities[got]:.2f} {mark}"
+        )
     return lines, right, len(answers)
 
 
@@ -92,13 +94,13 @@ Weakest kinds of question: {", ".join(f"{kind} ({100 * value:.0f} %)" for kind, 
 
 ## What it cannot do
 
-* It knows no facts and a vocabulary of some two thousand words. Words it has not seen are noise to it; so are other languages.
+* It knows no facts and some two thousand words. Words it has not seen are noise to it; so are other languages.
 * It has seen the kinds of question above and nothing else. To any other question it gives an answer that means
   nothing, at times a confident one: calibration holds for texts and questions like those it was judged by.
 * It was trained on states of up to about 250 tokens and questions of up to 8 options. Longer ones run, and are guesses.
 * It compares numbers of two or three digits roughly and does no arithmetic.
-* Its texts come from templates that one group of people thought of, with their blind spots. Do not let it decide
-  anything that matters to somebody.
+* Its training texts come from some thousand templates, with their blind spots. Do not let it decide anything that
+  matters to somebody.
 
 For real use take a real model (`--model Qwen/Qwen3.5-0.8B`), fine-tuned and calibrated on your own rows.
 

@@ -31,7 +31,11 @@ def support(writer: Writer) -> Task:
     issue = rng.choice([kind for kind, owner in TEAMS.items() if owner == team])
     urgency, mood = rng.choice((0, 1, 1, 2, 2, 3, 3)), rng.choice((0, 1, 1, 2, 3))
     money = issue in (*GOODS, "double_charge", "wrong_amount", "crash", "setup")
-    wants = ["information", "none", None, None] + (["refund"] * 4 if money else []) + (["replacement"] * 2 if issue in GOODS else [])
+    wants = (
+        ["information", "none", None, None]
+        + (["refund"] * 4 if money else [])
+        + (["replacement"] * 2 if issue in GOODS else [])
+    )
     want, again = rng.choice(wants), rng.choice((True, False, None, None))
     order = rng.random() < 0.4
 
@@ -86,7 +90,10 @@ def support(writer: Writer) -> Task:
 def _team(writer: Writer, team: str, asides: list[str]) -> Asked:
     rng = writer.rng
     # Teams that the text mentions for no reason come first.
-    others = [*(aside for aside in asides if aside != "none"), *shuffled(writer, sorted({*TEAMS.values()}), team, *asides)]
+    others = [
+        *(aside for aside in asides if aside != "none"),
+        *shuffled(writer, sorted({*TEAMS.values()}), team, *asides),
+    ]
     if rng.random() < 0.2:
         if rng.random() < 0.5:
             return choice(writer, "ask.team", "other", others, names="name", described="desc")
@@ -131,7 +138,7 @@ def agent(writer: Writer) -> Task:
     """The next step of an agent: one or two goals, what was done, what came back."""
     rng = writer.rng
     tools = kinds("goal")
-    goals = [tool for tool in shuffled(writer, tools, "vague")[: rng.choice((1, 1, 2))]]
+    goals = shuffled(writer, tools, "vague")[: rng.choice((1, 1, 2))]
     if rng.random() < 0.1:
         goals = ["vague"]
     done = rng.choice((0, 0, 1, len(goals), len(goals)))
@@ -147,7 +154,13 @@ def agent(writer: Writer) -> Task:
     following = "finish" if done == len(goals) else "ask" if goals == ["vague"] else goals[done]
     asked = {
         "tool": choice(
-            writer, "ask.tool", following, _other_tools(writer, following, goals), names="tool", described="tdesc", most=8
+            writer,
+            "ask.tool",
+            following,
+            _other_tools(writer, following, goals),
+            names="tool",
+            described="tdesc",
+            most=8,
         ),
         "finished": noul(writer, "ask.finished", done == len(goals)),
         "failed": noul(writer, "ask.failed", failed),
@@ -173,7 +186,9 @@ def _trace(writer: Writer, told: list[str], observed: list[str], noise: list[str
         return {"goal": goal, "context": " ".join(noise), "observations": observed}
     if style < 0.6:
         steps = [f"{i}. {text}" for i, text in enumerate(observed, 1)]
-        return "\n".join([f"Goal: {goal}", *(f"Note: {text}" for text in noise), *(["Steps so far:", *steps] if steps else [])])
+        return "\n".join(
+            [f"Goal: {goal}", *(f"Note: {text}" for text in noise), *(["Steps so far:", *steps] if steps else [])]
+        )
     return "\n".join([f"User: {goal} {' '.join(noise)}".strip(), *(f"Observation: {text}" for text in observed)])
 
 
@@ -187,7 +202,9 @@ def logs(writer: Writer) -> Task:
     others = [kind for kind in components if kind != component]
 
     def around(count: int) -> list[str]:
-        return [writer.say(f"line.{rng.choice(others)}.{rng.randint(0, min(1, max(0, worst - 1)))}") for _ in range(count)]
+        return [
+            writer.say(f"line.{rng.choice(others)}.{rng.randint(0, min(1, max(0, worst - 1)))}") for _ in range(count)
+        ]
 
     incident = [writer.say(f"line.{component}.{worst}") for _ in range(rng.choice((1, 1, 2)))] if worst else []
     lines = [*around(rng.randint(1, 5)), *incident, *around(rng.randint(0, 3))]
@@ -241,7 +258,13 @@ def review(writer: Writer) -> Task:
     for name, these, those in (("like", liked, disliked), ("dislike", disliked, liked)):
         truth = these[0] if these else "nothing"
         rest = [*those, *shuffled(writer, aspects, *these, *those)]
-        asked[name] = choice(writer, f"ask.{name}", truth, rest if truth == "nothing" or rng.random() < 0.7 else ["nothing", *rest], names="aspect")
+        asked[name] = choice(
+            writer,
+            f"ask.{name}",
+            truth,
+            rest if truth == "nothing" or rng.random() < 0.7 else ["nothing", *rest],
+            names="aspect",
+        )
     kind = rng.choice([*disliked, *disliked, *liked, *shuffled(writer, aspects)[:2]])
     asked["complains"] = noul(writer, "ask.complains", kind in disliked, aspect=_aspect(writer, kind))
     kind = rng.choice([*disliked, *liked, *liked, *shuffled(writer, aspects)[:2]])
@@ -274,11 +297,11 @@ def expense(writer: Writer) -> Task:
         said.append(writer.say("chatter"))
     rng.shuffle(said)
     text, policy = " ".join(_ended(part) for part in said), writer.say("policy")
-    broken = [kind for kind, is_so in (("limit", over), ("receipt", not receipt), ("private", category == "private")) if is_so]
+    broken = [
+        kind for kind, is_so in (("limit", over), ("receipt", not receipt), ("private", category == "private")) if is_so
+    ]
     asked = {
-        "category": choice(
-            writer, "ask.category", category, shuffled(writer, kinds("cat"), category), names="cat"
-        ),
+        "category": choice(writer, "ask.category", category, shuffled(writer, kinds("cat"), category), names="cat"),
         "receipt": noul(writer, "ask.receipt", receipt),
         "limit": noul(writer, "ask.limit", not over),
         "approved": noul(writer, "ask.approved", bool(approved)),

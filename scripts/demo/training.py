@@ -99,8 +99,10 @@ def new_model(config: DemoConfig, vocab_size: int) -> Qwen35ForDecision:
             elif name.endswith("dt_bias"):
                 step = torch.empty_like(parameter).uniform_(low, high).exp()
                 parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-            elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-                parameter.mul_((2 * len(config.layers)) ** -0.5)
+            elif parameter.ndim == 2:
+                # Products of unit rows are unit rows; what is added to the residual sum starts small.
+                adds = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+                parameter.normal_(std=parameter.shape[1] ** -0.5 * ((2 * len(config.layers)) ** -0.5 if adds else 1.0))
     return model.train()
 
 
@@ -214,7 +216,9 @@ def _batches(samples: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sam
     while True:
         order = rng.permutation(len(samples))
         for begin in range(0, len(order), config.batch_rows * SORTED_BATCHES):
-            stretch = sorted(order[begin : begin + config.batch_rows * SORTED_BATCHES], key=lambda i: len(samples[i].trunk))
+            stretch = sorted(
+                order[begin : begin + config.batch_rows * SORTED_BATCHES], key=lambda i: len(samples[i].trunk)
+            )
             starts = range(0, len(stretch), config.batch_rows)
             for start in rng.permutation(np.array(starts)).tolist():
                 yield [samples[i] for i in stretch[start : start + config.batch_rows]]

@@ -1,0 +1,265 @@
+"""How the embedded demo model is made: its data is what it claims to be, training computes what the library does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flide.evaluation.rows import parse_row, read_rows
+from flide.models import Qwen35ForDecision
+from flide.runtime import ForkMetadata, TokenTree
+from flide.runtime.prompt import ChatFormat
+from flide.runtime.tokenizer import MAX_LABELS, PromptTokenizer
+from scripts.demo import baseline
+from scripts.demo.batched import PaddedBatch, Sample, forward, option_logits
+from scripts.demo.data import MOST_QUESTIONS, rows, write_rows
+from scripts.demo.grammar import CLOSED, SPLITS, banks
+from scripts.demo.report import model_card
+from scripts.demo.tasks import TASKS
+from scripts.demo.tokenizer import write_demo_tokenizer
+from scripts.demo.training import DemoConfig, encode_row, make_samples, new_model, train
+from scripts.train_demo import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS
+from tests.tolerance import LOGITS_FP32
+
+ROOT = Path(__file__).parent.parent
+FRAMES = {"{text}", "steps so far:"}  # what holds texts together is no text
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, list[dict[str, Any]]]:
+    return {split: list(rows(split, 1000)) for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def directory(data, tmp_path_factory) -> Path:
+    found = tmp_path_factory.mktemp("demo")
+    write_demo_tokenizer(found, rows("train", 1500))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory) -> PromptTokenizer:
+    return PromptTokenizer.from_pretrained(directory)
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [text for part in (value.values() if isinstance(value, dict) else value) for text in strings(part)]
+
+
+# The generator
+
+
+def test_same_rows_in_every_process(data):
+    program = "import json; from scripts.demo.data import *; print(json.dumps([make_row(s, 7) for s in SPLITS]))"
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+        )
+        assert json.loads(done.stdout) == [data[split][7] for split in SPLITS]
+    assert list(rows("train", 3, seed=1)) != data["train"][:3]
+
+
+def test_no_template_is_in_two_splits():
+    where = defaultdict(set)
+    for name, bank in banks().items():
+        assert all(bank[split] for split in SPLITS), f"{name} has no templates for a split"
+        if name not in CLOSED:
+            for split, templates in bank.items():
+                for template in templates:
+                    where[template.lower()].add(split)
+    assert not [template for template, splits in where.items() if len(splits) > 1 and template not in {*FRAMES, ""}]
+
+
+def test_no_text_is_in_two_splits(data):
+    found = {split: _texts(these) for split, these in data.items()}
+    for one, other in itertools.combinations(SPLITS, 2):
+        for kind in found[one]:
+            assert found[one][kind] & found[other][kind] <= FRAMES, f"{kind} of {one} and {other}"
+
+
+def _texts(these: list[dict[str, Any]]) -> dict[str, set[str]]:
+    found = defaultdict(set)
+    for row in these:
+        for text in strings(row["state"]):
+            sentences = (re.sub(r"\d+", "0", part).strip().lower() for part in re.split(r"[.!?\n]", text))
+            found["sentences"] |= {sentence for sentence in sentences if len(sentence.split()) > 2}
+        for question in row["questions"].values():
+            found["wordings"].add(question["instructions"].lower())
+            criteria = question.get("criteria") or {}
+            found["options"] |= {option.lower() for option in criteria if question["type"] != "noul"}
+            if isinstance(criteria, dict):
+                found["descriptions"] |= {text.lower() for text in criteria.values() if text}
+    return found
+
+
+def test_states_are_of_many_lengths(data, tokenizer):
+    lengths = [len(tokenizer.encode_plain([json.dumps(row["state"])])[0]) for row in data["train"]]
+    assert np.percentile(lengths, 5) < 30
+    assert np.percentile(lengths, 95) > 120
+    assert max(lengths) < 400
+
+
+def test_no_answer_is_always_the_same(data):
+    counts, tops = defaultdict(Counter), Counter()
+    for split in SPLITS:
+        for row in data[split]:
+            assert 2 <= len(row["questions"]) <= MOST_QUESTIONS
+            for kind, target in parse_row(json.dumps(row), 1).targets.items():
+                counts[kind][int(np.argmax(target))] += 1
+    assert {kind.split(".")[0] for kind in counts} == {*TASKS}
+    for kind, found in counts.items():
+        share = max(found.values()) / sum(found.values())
+        assert share < 0.9, f"{kind}: one answer in {share:.0%} of {sum(found.values())}"
+    # A choice's right option is as often first as any other.
+    for row in data["train"]:
+        for kind, question in row["questions"].items():
+            names = list(question["criteria"]) if question["type"] == "choice" else []
+            if len(names) == 4:
+                tops[names.index(row["targets"][kind])] += 1
+    assert max(tops.values()) < 1.5 * min(tops.values())
+
+
+def test_rows_are_what_train_and_eval_read(data, tokenizer, tmp_path):
+    for split in SPLITS:
+        write_rows(tmp_path / "rows.jsonl", data[split][:200])
+        found, errors = read_rows(tmp_path / "rows.jsonl")
+        assert not errors
+        assert len(found) == 200
+        format = ChatFormat(tokenizer, max_prompt_tokens=512)
+        for row in found:
+            assert max(format.encode(row.request).num_options) <= MOST_LABELS
+            assert all(max(target) == 1.0 for target in row.targets.values())
+
+
+def test_cases_by_hand_are_no_templates():
+    cases, errors = read_rows(CASES)
+    assert not errors
+    assert len(cases) == 12
+    told = _texts([json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()])
+    written = set.union(*(_texts(list(rows(split, 1000)))["sentences"] for split in SPLITS))
+    assert told["sentences"] & written <= FRAMES
+
+
+# The tokenizer
+
+
+def test_tokenizer_round_trip(data, tokenizer):
+    texts = [text for row in data["test"][:200] for text in strings(row["state"])]
+    for text in [*texts, "caf\u00e9 \u4f60\u597d \U0001f600\n\n\t x"]:
+        assert tokenizer.decode(tokenizer.encode_plain([text])[0]) == text
+
+
+def test_tokenizer_has_all_labels(tokenizer):
+    assert tokenizer.num_labels() == MAX_LABELS
+    labels = tokenizer.labels(MAX_LABELS)
+    assert "".join(label.text for label in labels[:26]) == "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    assert len({label.id for label in labels}) == MAX_LABELS
+
+
+def test_tokenizer_is_made_the_same_again(directory, tmp_path):
+    write_demo_tokenizer(tmp_path, rows("train", 1500))
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (directory / path.name).read_bytes()
+
+
+# The model
+
+
+def small(**fields: Any) -> DemoConfig:
+    return DemoConfig(**{"hidden_size": 32, "intermediate_size": 32, "layers": "LF", "batch_rows": 4, **fields})
+
+
+def test_model_is_within_its_budget(tokenizer):
+    model = new_model(DemoConfig(), tokenizer.vocab_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters <= MOST_PARAMETERS
+    assert 2 * parameters < MOST_BYTES
+    model.check_kernels()
+
+
+def test_batched_forward_is_the_library_s(data, directory):
+    format = ChatFormat(PromptTokenizer.from_pretrained(directory))
+    rng = np.random.default_rng(0)
+    made = [encode_row(row, format) for row in data["val"][:6]]
+    for trunk, branches in ((1, [3, 70]), (2, [1]), (64, [64, 65]), (200, [5, 130])):
+        ids = [rng.integers(0, 1500, n).astype(np.int16) for n in (trunk, *branches)]
+        made.append(Sample(ids[0], ids[1:], [(0.0, 1.0)] * len(branches)))
+    model = new_model(small(layers="LFL"), format.tokenizer.vocab_size).eval()
+    batch = PaddedBatch.of(made)
+    labels = torch.tensor(format.label_ids(MOST_LABELS))
+    with torch.no_grad():
+        hidden = forward(model, batch)
+        logits_QO = option_logits(model, hidden, batch, labels)
+        for sample, rows_QO in _by_sample(made, logits_QO):
+            prompts = [[*sample.trunk.tolist(), *branch.tolist()] for branch in sample.branches]
+            wanted_QO = _library_logits(model, prompts, labels)
+            for got, wanted, target in zip(rows_QO, wanted_QO, sample.targets, strict=True):
+                n = len(target)
+                torch.testing.assert_close(got[:n], wanted[:n], rtol=0, atol=LOGITS_FP32)
+                assert (got[n:] == float("-inf")).all()
+
+
+def _by_sample(made, logits_QO):
+    parts = logits_QO.split([len(sample.branches) for sample in made])
+    return zip(made, parts, strict=True)
+
+
+def _library_logits(model: Qwen35ForDecision, prompts: list[list[int]], labels: torch.Tensor) -> torch.Tensor:
+    meta = ForkMetadata.pack([TokenTree.from_prompts(prompts)])
+    return model.label_logits(model(meta.tokens, meta), model.label_rows(labels.tolist()))
+
+
+def test_training_learns_and_repeats(directory, tokenizer):
+    samples = make_samples("train", 8, directory)
+    label_ids = [label.id for label in tokenizer.labels(MOST_LABELS)]
+    config = small(steps=30, warmup=3, lr=3e-3)
+    reports = []
+    for _ in range(2):
+        model = new_model(config, tokenizer.vocab_size)
+        reports.append(train(model, samples, samples[:4], config, label_ids, report_every=10))
+    for report in reports[0] + reports[1]:
+        del report["seconds"], report["tokens_per_second"]
+    assert reports[0] == reports[1]
+    assert reports[0][-1]["nll"] < 0.9 * reports[0][0]["nll"]
+
+
+# The judges
+
+
+def test_baseline_learns():
+    bags, told = baseline.read_bags("train", 150)
+    model = baseline.fit(bags, bags, device=torch.device("cpu"), epochs=6)
+    answers = baseline.answers(model, bags, told)
+    assert len(answers) == len(told)
+    right = np.mean([np.argmax(answer.probabilities) == np.argmax(answer.target) for answer in answers])
+    assert right > 0.75
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path):
+    program = [sys.executable, "-m", "scripts.train_demo", str(tmp_path), "--smoke", "--device", "cpu"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "calibrated" in done.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["parameters"] <= MOST_PARAMETERS
+    assert (tmp_path / "reliability.png").stat().st_size > 1000
+    for name in ("model.safetensors", "tokenizer.json", "calibration.json", "MODEL_CARD.md"):
+        assert (tmp_path / "model" / name).is_file()
+    assert (tmp_path / "model" / "MODEL_CARD.md").read_text() == model_card(results)
