@@ -1,6 +1,6 @@
 """Texts from templates. ``texts/*.txt`` holds banks of them, each with a part for training, validation and test.
 
-A bank begins with ``# name``; its lines are templates. ``v:`` and ``t:`` begin lines that only the validation and the
+A bank begins with ``# name``, in one file or several; its lines are templates. ``v:`` and ``t:`` begin lines that only the validation and the
 test split use; all others are training's. Outside brackets `` | `` separates templates on one line. In a template
 ``[a|b|]`` is one of the alternatives and ``{name}`` is filled: by a value of the text that is written, from the bank
 of that name, or by a number.
@@ -31,7 +31,7 @@ def banks() -> dict[str, Bank]:
         bank: Bank = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("# "):
-                bank = found[line[2:].strip()] = {split: [] for split in SPLITS}
+                bank = found.setdefault(line[2:].strip(), {split: [] for split in SPLITS})
                 continue
             split = _MARKS.get(line[:2], "train")
             text = line if split == "train" else line[2:]
