@@ -32,7 +32,7 @@ from scripts.demo.parallel import over_rows
 
 SLOTS = 1 << 21  # of the hashed features
 PENALTIES = (0.0, 1e-6)
-EPOCHS = 3
+EPOCHS = 2
 BATCH = 1024
 LR = 0.02
 MOST_STATE, MOST_ASKED, MOST_OPTION, MOST_OPTIONS = 160, 20, 12, 10

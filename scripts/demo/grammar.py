@@ -1,9 +1,9 @@
 """Texts from templates. ``texts/*.txt`` holds banks of them, each with a part for training, validation and test.
 
-A bank begins with ``# name``, in one file or several; its lines are templates. ``v:`` and ``t:`` begin lines that only the validation and the
-test split use; all others are training's. Outside brackets `` | `` separates templates on one line. In a template
-``[a|b|]`` is one of the alternatives and ``{name}`` is filled: by a value of the text that is written, from the bank
-of that name, or by a number.
+A bank begins with ``# name``, in one file or several; its lines are templates. ``v:`` and ``t:`` begin lines that only
+the validation and the test split use; all others are training's. Outside brackets `` | `` separates templates on one
+line. In a template ``[a|b|]`` is one of the alternatives and ``{name}`` is filled: by a value of the text that is
+written, from the bank of that name, or by a number.
 """
 
 from __future__ import annotations

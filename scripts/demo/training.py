@@ -48,10 +48,10 @@ class DemoConfig:
         seed: of the weights and the order.
     """
 
-    rows: int = 300_000
+    rows: int = 200_000
     val_rows: int = 2_000
     test_rows: int = 3_000
-    steps: int = 5_000
+    steps: int = 4_500
     batch_rows: int = 128
     lr: float = 1e-3
     warmup: int = 300
