@@ -21,6 +21,15 @@ TEAMS = {
     "crash": "tech", "setup": "tech", "login": "account", "profile": "account", "quote": "sales",
 }  # fmt: skip
 GOODS = ("damaged", "late", "lost", "wrong_item")
+# Of a message of one kind it is not clear whether another is meant, too: nobody asks.
+UNCLEAR = {
+    "late": ("lost",),
+    "lost": ("late",),
+    "login": ("crash",),
+    "setup": ("crash",),
+    "crash": ("setup",),
+    "double_charge": ("wrong_amount",),
+}
 ISSUE_WORDS = ("question", "help", "my message", "request", "please read")
 
 
@@ -49,7 +58,8 @@ def support(writer: Writer) -> Task:
     elif rng.random() < 0.3:
         said.append(writer.say("nonumber"))
     asides = shuffled(writer, kinds("aside"), team, *(["sales"] if issue == "quote" else []))
-    said += [writer.say(f"aside.{aside}") for aside in asides[: rng.choice((0, 0, 1, 1, 2, 3))]]
+    asides = asides[: rng.choice((0, 0, 1, 1, 2, 3))]
+    said += [writer.say(f"aside.{aside}") for aside in asides]
     days = used = None
     if issue in (*GOODS, "setup") and rng.random() < 0.5:
         days, used = rng.randint(1, 100), rng.random() < 0.35
@@ -72,6 +82,10 @@ def support(writer: Writer) -> Task:
         "again": noul(writer, "ask.again", bool(again)),
         "order": noul(writer, "ask.order", order),
     }
+    if mood == 1 and "tech" in asides:  # praise of a feature
+        del asked["mood"], asked["anger"]
+    if again is None and "none" in asides:  # the line may have been busy
+        del asked["again"]
     if want:
         asked["want"] = choice(writer, "ask.want", want, shuffled(writer, kinds("want"), want), names="wish")
     dated = any(day in urgent for day in banks()["day"]["train"])
@@ -109,7 +123,8 @@ def _near(writer: Writer, issue: str) -> list[str]:
 
 def _is_issue(writer: Writer, issue: str) -> Asked:
     truth = writer.rng.random() < 0.5
-    return noul(writer, f"isit.{issue if truth else _near(writer, issue)[0]}", truth)
+    others = [other for other in _near(writer, issue) if other not in UNCLEAR.get(issue, ())]
+    return noul(writer, f"isit.{issue if truth else others[0]}", truth)
 
 
 def _message(writer: Writer, sentences: list[str], plan: str | None) -> Any:
