@@ -1,6 +1,6 @@
 """Make the embedded demo model from nothing: rows, tokenizer, training, calibration, judgement, model card.
 
-python -m scripts.train_demo OUT                 # one H200: about 6 minutes
+python -m scripts.train_demo OUT                 # for one H200; training.jsonl tells the speed
 python -m scripts.train_demo OUT --smoke         # every step at a tiny size, about a minute on a CPU
 
 OUT gets model/ (what is shipped), val.jsonl and test.jsonl (labelled rows for flide calibrate and flide eval),
@@ -22,7 +22,7 @@ import torch
 from flide import Engine, EngineConfig
 from flide.evaluation.calibrate import fit_temperatures
 from flide.evaluation.metrics import TYPES, LabelledAnswer, evaluate
-from flide.evaluation.report import Report, answer_rows, check_rows, draw_reliability
+from flide.evaluation.report import Report, answer_rows, check_drawing, check_rows, draw_reliability
 from flide.evaluation.rows import LabelledRow, read_rows
 from flide.runtime.calibration import save_temperatures
 from flide.runtime.tokenizer import PromptTokenizer
@@ -55,6 +55,7 @@ def main() -> None:
 
 def make(out: Path, config: DemoConfig, device: torch.device) -> dict[str, Any]:
     """All steps; returns what results.json holds."""
+    check_drawing()  # not after minutes of work
     started = time.monotonic()
     model_directory = out / "model"
     model_directory.mkdir(parents=True, exist_ok=True)

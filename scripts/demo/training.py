@@ -57,7 +57,7 @@ class DemoConfig:
     warmup: int = 300
     weight_decay: float = 0.05
     next_token_weight: float = 0.1
-    option_row_weight: float = 0.5
+    option_row_weight: float = 0.3
     hidden_size: int = 256
     intermediate_size: int = 512
     layers: str = "LLFLLF"
