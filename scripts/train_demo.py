@@ -67,7 +67,7 @@ def make(out: Path, config: DemoConfig, device: torch.device) -> dict[str, Any]:
         write_rows(out / f"{split}.jsonl", rows(split, count))
 
     _say(started, f"encoding {config.rows:,} rows")
-    samples = make_samples("train", config.rows, model_directory)
+    samples = make_samples("train", config.rows, model_directory, dropped_words=config.dropped_words)
     held_out = make_samples("val", min(config.val_rows, 500), model_directory)
 
     model = new_model(config, tokenizer.vocab_size).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import MAX_LABELS, PromptTokenizer
 from scripts.demo import baseline
 from scripts.demo.batched import PaddedBatch, Sample, forward, option_logits
-from scripts.demo.data import MOST_QUESTIONS, rows, write_rows
+from scripts.demo.data import MOST_QUESTIONS, rows, with_words_dropped, write_rows
 from scripts.demo.grammar import CLOSED, SPLITS, banks
 from scripts.demo.report import model_card
 from scripts.demo.tasks import TASKS
@@ -146,6 +147,20 @@ def test_rows_are_what_train_and_eval_read(data, tokenizer, tmp_path):
         for row in found:
             assert max(format.encode(row.request).num_options) <= MOST_LABELS
             assert all(max(target) == 1.0 for target in row.targets.values())
+
+
+def test_rows_without_some_words_are_rows(data):
+    changed = 0
+    for index, row in enumerate(data["train"]):
+        thinner = with_words_dropped(row, random.Random(index), share=0.2)
+        before, after = (parse_row(json.dumps(x), 1) for x in (row, thinner))
+        assert after.targets == before.targets
+        assert len(json.dumps(thinner)) <= len(json.dumps(row))
+        changed += thinner != row
+        for word in ("not", "no", "never"):
+            counts = [" ".join(strings(x["state"])).lower().split().count(word) for x in (row, thinner)]
+            assert counts[0] == counts[1]
+    assert changed > 900
 
 
 def test_cases_by_hand_are_no_templates():

@@ -8,15 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.demo.grammar import SPLITS, Writer, with_typos
+from scripts.demo.grammar import CLOSED, SPLITS, Writer, banks, with_typos
 from scripts.demo.tasks import SHARES, TASKS
 
 SEED = 20261129
 MOST_QUESTIONS = 8
+# Words without which a sentence may say something else.
+_TELLING = """no not never nobody none nothing without cannot cant dont but only worst best like dislike before after
+unused used receipt private yes low medium high"""
+KEPT = frozenset([*_TELLING.split(), *(word.lower() for name in CLOSED for word in banks()[name]["train"])])
 RARE = ("escalate", "policy", "window", "page", "deadline")  # asked whenever they can be
 
 
@@ -44,6 +48,44 @@ def rows(split: str, count: int, *, seed: int = SEED) -> Iterator[dict[str, Any]
     return (make_row(split, index, seed=seed) for index in range(count))
 
 
+def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float) -> dict[str, Any]:
+    """A row to train on that leaves out about this share of all words, so that no template is learnt as a whole.
+
+    Negations, numbers and what a word can be told apart by stay: the answers remain what they were.
+    """
+
+    def thinned(text: str, *, among: Iterable[str] = ()) -> str:
+        words = text.split(" ")
+        kept = [word for word in words if rng.random() >= share or _is_kept(word)]
+        shorter = " ".join(kept)
+        return shorter if kept and shorter.strip() and shorter not in among else text
+
+    questions, targets = {}, dict(row["targets"])
+    for kind, question in row["questions"].items():
+        question = {**question, "instructions": thinned(question["instructions"])}
+        criteria = question.get("criteria")
+        if question["type"] == "choice":
+            options: dict[str, str | None] = {}
+            for name, description in criteria.items():
+                shown = thinned(name, among=[*criteria, *options])
+                options[shown] = description and thinned(description)
+                if row["targets"][kind] == name:
+                    targets[kind] = shown
+            question["criteria"] = options
+        elif question["type"] == "score":
+            levels: list[str] = []
+            for level in criteria:
+                levels.append(thinned(level, among=[*criteria, *levels]))
+            question["criteria"] = levels
+        questions[kind] = question
+    return {**row, "state": _every_text(row["state"], thinned), "questions": questions, "targets": targets}
+
+
+def _is_kept(word: str) -> bool:
+    plain = word.strip(".,:;!?\n").lower()
+    return plain in KEPT or "n't" in plain or not plain.isalpha()
+
+
 def write_rows(path: Path, these: Iterable[dict[str, Any]]) -> None:
     """As JSON lines."""
     with path.open("w", encoding="utf-8") as file:
@@ -59,11 +101,16 @@ def _roughened(state: Any, rng: random.Random) -> Any:
         text = with_typos(text, rng, share=share)
         return text.lower() if lower else text
 
+    return _every_text(state, rough)
+
+
+def _every_text(state: Any, change: Callable[[str], str]) -> Any:
     if isinstance(state, dict):
         return {
-            key: [rough(x) for x in value] if isinstance(value, list) else rough(value) for key, value in state.items()
+            key: [change(x) for x in value] if isinstance(value, list) else change(value)
+            for key, value in state.items()
         }
-    return rough(state)
+    return change(state)
 
 
 def main() -> None:

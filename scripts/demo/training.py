@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
 from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits, option_row_logits
-from scripts.demo.data import make_row
+from scripts.demo.data import make_row, with_words_dropped
 from scripts.demo.parallel import over_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -44,6 +45,7 @@ class DemoConfig:
         steps, batch_rows: of the optimiser; rows are drawn in random order, pass after pass.
         lr: the highest rate; it rises for ``warmup`` steps and falls to a tenth as a cosine.
         next_token_weight, option_row_weight: of the auxiliary losses (``next_token_loss``, ``option_row_logits``).
+        dropped_words: share of the words that half of the training rows lack.
         hidden_size, intermediate_size, layers: of the model; an L is a Gated DeltaNet layer, an F full attention.
         seed: of the weights and the order.
     """
@@ -58,6 +60,7 @@ class DemoConfig:
     weight_decay: float = 0.05
     next_token_weight: float = 0.1
     option_row_weight: float = 0.3
+    dropped_words: float = 0.12
     hidden_size: int = 256
     intermediate_size: int = 512
     layers: str = "LLFLLF"
@@ -107,16 +110,24 @@ def new_model(config: DemoConfig, vocab_size: int) -> Qwen35ForDecision:
     return model.train()
 
 
-def make_samples(split: str, count: int, tokenizer: Path, *, processes: int | None = None) -> list[Sample]:
-    """The first rows of a split, parsed and encoded as an engine does it."""
-    work = functools.partial(_encode_rows, directory=tokenizer)
+def make_samples(
+    split: str, count: int, tokenizer: Path, *, dropped_words: float = 0.0, processes: int | None = None
+) -> list[Sample]:
+    """The first rows of a split, parsed and encoded as an engine does it; of every other one words are dropped."""
+    work = functools.partial(_encode_rows, directory=tokenizer, dropped_words=dropped_words)
     return [sample for part in over_rows(work, split, count, processes=processes) for sample in part]
 
 
-def _encode_rows(split: str, first: int, last: int, *, directory: Path) -> list[Sample]:
+def _encode_rows(split: str, first: int, last: int, *, directory: Path, dropped_words: float) -> list[Sample]:
     format = ChatFormat(PromptTokenizer.from_pretrained(directory))
     line_ends = line_end_ids(format.tokenizer)
-    return [encode_row(make_row(split, index), format, line_ends) for index in range(first, last)]
+    samples = []
+    for index in range(first, last):
+        row = make_row(split, index)
+        if dropped_words and index % 2:
+            row = with_words_dropped(row, random.Random(index), share=dropped_words)
+        samples.append(encode_row(row, format, line_ends))
+    return samples
 
 
 def line_end_ids(tokenizer: PromptTokenizer) -> frozenset[int]:
