@@ -23,7 +23,7 @@ from flide.errors import RequestError, ServerError
 from flide.responses import read_response, retry_after
 from flide.runtime.decision import Decision
 from flide.runtime.request import DecisionRequest
-from flide.runtime.wire import parse_request
+from flide.runtime.wire import as_list, parse_request
 from flide.version import __version__
 
 try:
@@ -164,7 +164,7 @@ class Client(_Base):
             RequestError: a request is invalid, here or by the server's limits. ``.index`` and ``.errors`` say where.
             ServerError: no answer: the server cannot be reached, refuses, or is too busy.
         """
-        prepared, left = self._prepare(_as_list(requests), return_exceptions), threading.Event()
+        prepared, left = self._prepare(as_list(requests), return_exceptions), threading.Event()
         if len(prepared) < 2:
             return [self._outcome(item, index, return_exceptions, left) for index, item in enumerate(prepared)]
         pool = ThreadPoolExecutor(min(len(prepared), self._max_connections), thread_name_prefix="flide-client")
@@ -230,7 +230,7 @@ class AsyncClient(_Base):
 
     async def decide(self, requests: Iterable[Request], *, return_exceptions: bool = False) -> Any:
         """:meth:`Client.decide`. The requests are read by another thread: they must not be changed meanwhile."""
-        prepared = await asyncio.to_thread(self._prepare, _as_list(requests), return_exceptions)
+        prepared = await asyncio.to_thread(self._prepare, as_list(requests), return_exceptions)
         tasks = [
             asyncio.ensure_future(self._outcome(item, index, return_exceptions)) for index, item in enumerate(prepared)
         ]
@@ -277,12 +277,6 @@ class AsyncClient(_Base):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-def _as_list(requests: Iterable[Request]) -> list[Request]:
-    if isinstance(requests, str | bytes | Mapping | DecisionRequest):
-        raise TypeError("requests must be a list; wrap a single request in [...]")
-    return list(requests)
 
 
 def _placed(error: RequestError | ServerError, index: int, return_exceptions: bool) -> Exception:

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from flide.errors import CheckpointError
 from flide.heads.head import Head, head_kind
 from flide.heads.kinds import OptionHead
+from flide.stored_json import check_version, read_json_file, write_json_file
 
 HEAD_FILE = "head.json"
 WEIGHTS_FILE = "head.safetensors"
 FORMAT_VERSION = 1
-MAX_BYTES = 16 << 20
 
 
 def read_head_file(directory: Path) -> dict[str, Any] | None:
@@ -32,17 +30,10 @@ def read_head_file(directory: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: it cannot be read or is of a newer format.
     """
-    path = directory / HEAD_FILE
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_BYTES} bytes")
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(directory / HEAD_FILE)
     except FileNotFoundError:
         return None
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {HEAD_FILE}: {error}") from error
     check_version(HEAD_FILE, content, FORMAT_VERSION)
     assert isinstance(content, dict)
     settings, base = content.get("settings", {}), content.get("base_model")
@@ -51,19 +42,6 @@ def read_head_file(directory: Path) -> dict[str, Any] | None:
     if base is not None and (not isinstance(base, str) or not base):
         raise CheckpointError(f"{HEAD_FILE}: base_model should be a path or a Hub id")
     return content
-
-
-def check_version(name: str, content: Any, newest: int) -> None:
-    """See that a file of ours is of a format that this Flide reads.
-
-    Raises:
-        CheckpointError: it is not, or says nothing.
-    """
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"{name} has no format_version")
-    if version > newest:
-        raise CheckpointError(f"{name} has format_version {version}; this Flide reads {newest}")
 
 
 def load_head(directory: Path, hidden_size: int, *, device: torch.device | str = "cpu") -> Head | None:
@@ -117,9 +95,7 @@ def save_head(head: Head | None, directory: Path, *, base_model: str | None = No
             raise OSError(f"cannot write {weights}: {error}") from error
     else:
         weights.unlink(missing_ok=True)
-    unfinished = directory / f"{HEAD_FILE}.tmp"
-    unfinished.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, directory / HEAD_FILE)
+    write_json_file(directory / HEAD_FILE, content)
 
 
-__all__ = ["HEAD_FILE", "WEIGHTS_FILE", "check_version", "load_head", "read_head_file", "save_head"]
+__all__ = ["HEAD_FILE", "WEIGHTS_FILE", "load_head", "read_head_file", "save_head"]

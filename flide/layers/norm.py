@@ -23,11 +23,8 @@ class KeepFloat32(nn.Module):
         tensors = [x for name in self.float32_names if (x := getattr(self, name)) is not None]
         kept = {id(x) for x in tensors} | {id(x.grad) for x in tensors if x.grad is not None}
 
-        def cast_others(x: Tensor) -> Tensor:
-            y = fn(x)
-            return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
-
-        return super()._apply(cast_others, recurse)
+        move = keeping_dtype(fn)
+        return super()._apply(lambda x: move(x) if id(x) in kept else fn(x), recurse)
 
 
 def keeping_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

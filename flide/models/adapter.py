@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from flide.errors import CheckpointError
 from flide.layers.lora import lora_layers
 from flide.models.weights import write_tensors
+from flide.stored_json import read_json_file
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-MAX_CONFIG_BYTES = 16 << 20
 # Options of a LoRA adapter that make it compute something else than W + scale * B A.
 _UNSUPPORTED = (
     "alora_invocation_tokens",
@@ -67,14 +67,9 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is of a kind that is not supported, named.
     """
-    path = directory / CONFIG_FILE
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes")
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json_file(directory / CONFIG_FILE)
+    except FileNotFoundError as error:
         raise CheckpointError(f"cannot read {CONFIG_FILE}: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None

@@ -8,14 +8,12 @@ file, it never multiplies it.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flide.errors import CheckpointError
+from flide.stored_json import check_version, read_json_file, write_json_file
 
 CALIBRATION_FILE = "calibration.json"
 FORMAT_VERSION = 1
@@ -41,18 +39,11 @@ def load_temperatures(directory: Path) -> dict[str, float]:
     Raises:
         CheckpointError: the file cannot be read, is of a newer format, or holds anything but temperatures.
     """
-    path = directory / CALIBRATION_FILE
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(directory / CALIBRATION_FILE)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {CALIBRATION_FILE}: {error}") from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"{CALIBRATION_FILE} has no format_version")
-    if version > FORMAT_VERSION:
-        raise CheckpointError(f"{CALIBRATION_FILE} has format_version {version}; this Flide reads {FORMAT_VERSION}")
+    check_version(CALIBRATION_FILE, content, FORMAT_VERSION)
     temperatures = content.get("temperatures")
     if not isinstance(temperatures, dict):
         raise CheckpointError(f"{CALIBRATION_FILE} has no temperatures")
@@ -72,8 +63,5 @@ def save_temperatures(directory: Path, temperatures: Mapping[str, float]) -> Pat
     """
     check_temperatures(temperatures)
     path = directory / CALIBRATION_FILE
-    text = json.dumps({"format_version": FORMAT_VERSION, "temperatures": dict(temperatures)}, indent=2)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_json_file(path, {"format_version": FORMAT_VERSION, "temperatures": dict(temperatures)})
     return path

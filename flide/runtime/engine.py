@@ -28,7 +28,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.wire import parse_request
+from flide.runtime.wire import as_list, parse_request
 from flide.runtime.worker import Job, Worker
 
 logger = logging.getLogger("flide.engine")
@@ -133,7 +133,7 @@ class Engine:
             ModelOutputError: the model's logits are not finite.
             RuntimeError: the engine is closed or was made before a fork, or running the model failed.
         """
-        outcomes = self._prepare(_as_list(requests), return_exceptions)
+        outcomes = self._prepare(as_list(requests), return_exceptions)
         jobs = _jobs(outcomes)
         try:
             self._worker.submit(jobs)
@@ -155,7 +155,7 @@ class Engine:
 
         The requests are read by another thread: they must not be changed before this returns.
         """
-        items, left = _as_list(requests), threading.Event()
+        items, left = as_list(requests), threading.Event()
         try:
             outcomes = await asyncio.to_thread(self._prepare, items, return_exceptions, left)
         finally:
@@ -254,12 +254,6 @@ def _name_of(path: str | Path, directory: Path) -> str:
     absolute = os.path.abspath(directory)
     # A path is bytes; Python's text of it depends on the locale and need not be valid Unicode.
     return os.fsencode(os.path.basename(absolute) or absolute).decode(errors="replace")
-
-
-def _as_list(requests: Iterable[Request]) -> list[Request]:
-    if isinstance(requests, str | bytes | Mapping | DecisionRequest):
-        raise TypeError("requests must be a list; wrap a single request in [...]")
-    return list(requests)
 
 
 def _jobs(outcomes: list[_Outcome]) -> list[Job]:

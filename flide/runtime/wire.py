@@ -10,7 +10,7 @@ the ids and option names in it are shortened.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeAlias
 
 from flide.errors import RequestError
@@ -37,6 +37,19 @@ _NOT_QUESTIONS = "Input should be an object that maps ids to questions"
 def place(*parts: Any) -> list[str | int]:
     """The ``loc`` of an error entry: names in it are shortened, whatever was sent."""
     return ["body", *(part if isinstance(part, int) else _shorten(part) for part in parts)]
+
+
+def as_list(
+    requests: Iterable[DecisionRequest | Mapping[str, Any]],
+) -> list[DecisionRequest | Mapping[str, Any]]:
+    """Several requests; a single one is a mistake, and would be taken for its keys.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(requests, str | bytes | Mapping | DecisionRequest):
+        raise TypeError("requests must be a list; wrap a single request in [...]")
+    return list(requests)
 
 
 def parse_request(request: DecisionRequest | Mapping[str, Any]) -> DecisionRequest:

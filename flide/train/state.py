@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flide.errors import CheckpointError
-from flide.heads.files import check_version
 from flide.models.directory import UNFINISHED_FILE
+from flide.stored_json import check_version
 
 STATE_FILE = UNFINISHED_FILE
 FORMAT_VERSION = 1
