@@ -263,7 +263,8 @@ def test_training_learns_and_repeats(directory, tokenizer):
         reports.append(train(model, samples, samples[:4], config, label_ids, report_every=8))
     for report in reports[0] + reports[1]:
         del report["seconds"], report["tokens_per_second"]
-    assert reports[0] == reports[1]
+    for first, second in zip(*reports, strict=True):
+        assert first == pytest.approx(second, rel=1e-5)  # products of small matrices depend on how memory is aligned
     assert reports[0][-1]["nll"] < reports[0][0]["nll"]
 
 

@@ -1,9 +1,10 @@
 """The forked forward pass as padded batches in plain torch, to train a small model from scratch.
 
 The library's ops walk over segments in Python in their references, which is what their gradients run. Here all trunks
-of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds.
-It computes what ``Qwen35ForDecision`` computes, with its modules and weights (``tests/test_demo.py`` compares).
-Padding follows a row's tokens and is inert: its keys are invisible, its gates and writes zero.
+of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds;
+what is many small operations on large tensors, ``Regions`` can compile. It computes what ``Qwen35ForDecision``
+computes, with its modules and weights (``tests/test_demo.py`` compares). Padding follows a row's tokens and is inert:
+its keys are invisible, its gates and writes zero.
 
 Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length, D hidden size, N heads, C chunks of
 64, K key dim, V value dim, H head dim, O options.
@@ -11,10 +12,9 @@ Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from flide.layers import ForkGatedDeltaNet, RotaryEmbedding
 from flide.layers.rotary import apply_rotary
 from flide.models import Qwen35ForDecision
-from flide.models.qwen3_5 import Qwen35Attention
+from flide.models.qwen3_5 import Qwen35Attention, Qwen35Layer
 
 CHUNK = 64
 L2_EPS = 1e-6
@@ -52,7 +52,7 @@ class PaddedBatch:
     """Samples side by side.
 
     Attributes:
-        trunks_RP, branches_QL: token ids; padding is 0.
+        trunks_RP, branches_QL: token ids, in whole chunks; padding is 0.
         trunk_lengths_R, branch_lengths_Q, owner_Q: lengths, and the trunk of each branch.
         is_option_QO, targets_QO: as in ``flide.train.batches.Batch``.
         option_ends_QO: the branch row where each option's line ends; 0 where there is none.
@@ -91,6 +91,23 @@ class PaddedBatch:
         return PaddedBatch(**{name: x.to(device, non_blocking=True) for name, x in fields.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The parts of a pass that gain from being fused."""
+
+    mlp: Callable[[Qwen35Layer, Tensor], Tensor]
+    mix: Callable[[ForkGatedDeltaNet, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    prepare: Callable[..., ChunkParts]
+
+    @classmethod
+    def plain(cls) -> Regions:
+        return cls(_mlp, _mix, _prepare)
+
+    @classmethod
+    def compiled(cls) -> Regions:
+        return cls(*(torch.compile(region, dynamic=True, fullgraph=True) for region in (_mlp, _mix, _prepare)))
+
+
 class Hidden(NamedTuple):
     """Hidden states of every row.
 
@@ -104,9 +121,10 @@ class Hidden(NamedTuple):
     early: Tensor
 
 
-def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
+def forward(model: Qwen35ForDecision, batch: PaddedBatch, regions: Regions | None = None) -> Hidden:
     """All hidden states of a batch. The model is one without pools and merged projections."""
-    parts = _Parts.of(batch)
+    regions = regions or Regions.plain()
+    parts = _Parts.of(batch, regions)
     trunks, branches = model.model.embed_tokens(batch.trunks_RP), model.model.embed_tokens(batch.branches_QL)
     rotary = model.model.rotary
     early = branches
@@ -116,9 +134,13 @@ def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
         mixer = layer.self_attn if layer.layer_type == "full_attention" else layer.linear_attn
         mixed = mix(mixer, layer.input_layernorm(trunks), layer.input_layernorm(branches), parts, rotary)
         trunks, branches = trunks + mixed[0], branches + mixed[1]
-        trunks = trunks + layer.mlp(layer.post_attention_layernorm(trunks))
-        branches = branches + layer.mlp(layer.post_attention_layernorm(branches))
+        trunks, branches = regions.mlp(layer, trunks), regions.mlp(layer, branches)
     return Hidden(model.model.norm(trunks), model.model.norm(branches), early)
+
+
+def _mlp(layer: Qwen35Layer, x_BTD: Tensor) -> Tensor:
+    out: Tensor = x_BTD + layer.mlp(layer.post_attention_layernorm(x_BTD))
+    return out
 
 
 def option_logits(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch, label_ids: Tensor) -> Tensor:
@@ -155,16 +177,17 @@ def next_token_loss(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """Which places hold tokens ``[R, P]`` and ``[Q, L]``, their positions, what a branch row sees ``[Q, 1, L, P + L]``,
-    and the batch."""
+    the batch, and how to compute."""
 
     batch: PaddedBatch
+    regions: Regions
     inside_RP: Tensor
     inside_QL: Tensor
     positions_QL: Tensor
     visible_Q1LX: Tensor
 
     @classmethod
-    def of(cls, batch: PaddedBatch) -> _Parts:
+    def of(cls, batch: PaddedBatch, regions: Regions) -> _Parts:
         device, (_, p), (_, size) = batch.trunks_RP.device, batch.trunks_RP.shape, batch.branches_QL.shape
         inside_RP = torch.arange(p, device=device) < batch.trunk_lengths_R[:, None]
         inside_QL = torch.arange(size, device=device) < batch.branch_lengths_Q[:, None]
@@ -174,7 +197,7 @@ class _Parts:
             [inside_RP[batch.owner_Q][:, None].expand(count, size, p), causal_LL.expand(count, size, size)], -1
         )
         positions_QL = batch.trunk_lengths_R[batch.owner_Q][:, None] + torch.arange(size, device=device)
-        return cls(batch, inside_RP, inside_QL, positions_QL, visible[:, None])
+        return cls(batch, regions, inside_RP, inside_QL, positions_QL, visible[:, None])
 
 
 def _attention(
@@ -225,10 +248,10 @@ def _delta_net(
     history_RXC = F.pad(qkv_RPC, (0, 0, width - 1, 0))
     last = lengths_R[:, None] + torch.arange(width - 1, device=lengths_R.device)
     window_RWC = history_RXC[torch.arange(len(lengths_R), device=last.device)[:, None], last]
-    trunk_o, states = _rule(mixer, history_RXC, trunks_RPD, parts.inside_RP, None)
+    trunk_o, states = _rule(mixer, history_RXC, trunks_RPD, parts.inside_RP, None, parts.regions)
 
     history_QXC = torch.cat([window_RWC[owner_Q], mixer.in_proj_qkv(branches_QLD)], 1)
-    branch_o, _ = _rule(mixer, history_QXC, branches_QLD, parts.inside_QL, states[owner_Q])
+    branch_o, _ = _rule(mixer, history_QXC, branches_QLD, parts.inside_QL, states[owner_Q], parts.regions)
     return tuple(
         mixer.out_proj(mixer.norm(o, mixer.in_proj_z(x).unflatten(-1, (mixer.num_value_heads, -1))).flatten(2))
         for o, x in ((trunk_o, trunks_RPD), (branch_o, branches_QLD))
@@ -236,9 +259,28 @@ def _delta_net(
 
 
 def _rule(
-    mixer: ForkGatedDeltaNet, history_BXC: Tensor, x_BTD: Tensor, inside_BT: Tensor, state_BNKV: Tensor | None
+    mixer: ForkGatedDeltaNet,
+    history_BXC: Tensor,
+    x_BTD: Tensor,
+    inside_BT: Tensor,
+    state: Tensor | None,
+    regions: Regions,
 ) -> tuple[Tensor, Tensor]:
     """Convolution, gates and delta rule: outputs ``[B, T, N, V]`` and the states after the last token. Float32."""
+    length = x_BTD.shape[1]
+    count = _num_chunks(length)
+    mixed = regions.mix(mixer, history_BXC, x_BTD, inside_BT)
+    with torch.autocast(x_BTD.device.type, enabled=False):
+        # [B, T, N, ...] -> [B, N, C, T / C, ...]
+        parts = regions.prepare(*(x.unflatten(1, (count, length // count)).movedim(3, 1) for x in mixed))
+        solved = _Inverse.apply(parts.strictly_lower) @ parts.right
+        return _scan(parts, solved, state)
+
+
+def _mix(
+    mixer: ForkGatedDeltaNet, history_BXC: Tensor, x_BTD: Tensor, inside_BT: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value ``[B, T, N, ...]`` after the convolution, log decay and beta ``[B, T, N]``: float32."""
     length, weight_CW = x_BTD.shape[1], mixer.conv1d.weight.squeeze(1)
     # Four products: what libraries have for convolutions channel by channel is slow backwards, in bfloat16 most of all.
     mixed_BTC = F.silu(sum(history_BXC[:, w : w + length] * weight_CW[:, w] for w in range(weight_CW.shape[1])))
@@ -252,51 +294,90 @@ def _rule(
             x = x.unflatten(-1, (-1, mixer.key_dim))
             return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)).repeat_interleave(group, 2)
 
-        query, key = heads(query) * mixer.key_dim**-0.5, heads(key)
-        value = value.unflatten(-1, (mixer.num_value_heads, -1))
         inside = inside_BT[..., None].float()
         log_decay = -mixer.A_log.float().exp() * F.softplus(a + mixer.dt_bias.float()) * inside
         beta = mixer.beta_scale * torch.sigmoid(b) * inside
-        return _delta_rule(query, key, value, log_decay, beta, state_BNKV)
+        value = value.unflatten(-1, (mixer.num_value_heads, -1))
+        return heads(query) * mixer.key_dim**-0.5, heads(key), value, log_decay, beta
 
 
-def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The chunked form of ``flide/ops/fork_gated_delta/reference.py``; what needs no state is done for all chunks."""
-    length = query.shape[1]
-    size = math.ceil(length / math.ceil(length / CHUNK))  # equal chunks, so that little is padding
-    padding = -length % size
+class ChunkParts(NamedTuple):
+    """What the delta rule needs of each chunk beside the state before it, float32: ``[B, N, C, T / C, ...]``.
 
-    def chunks(x: Tensor) -> Tensor:  # [B, T, N, ...] -> [B, N, C, size, ...]
-        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding)) if padding else x
-        return x.unflatten(1, (-1, size)).movedim(3, 1)
+    With S the state before a chunk and ``(written | erased) = (1 + strictly_lower)^-1 @ right``, what the chunk writes
+    is ``delta = written - erased @ S``, its outputs are ``from_state @ S + among @ delta``, and the state after it is
+    ``left * S + kept.T @ delta``: the chunked form of ``flide/ops/fork_gated_delta/reference.py``.
+    """
 
-    query, key, value, log_decay, beta = map(chunks, (query, key, value, log_decay, beta))
+    strictly_lower: Tensor
+    right: Tensor
+    from_state: Tensor
+    among: Tensor
+    kept: Tensor
+    left: Tensor
+
+
+def _prepare(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> ChunkParts:
+    size = query.shape[-2]
     decay = log_decay.cumsum(-1)
     lower = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
     ratio = (decay[..., :, None] - decay[..., None, :]).masked_fill(~lower, float("-inf")).exp()
     key_T = key.transpose(-1, -2)
-    strictly_lower = (beta[..., None] * ratio * (key @ key_T)).tril(-1)
-    right = beta[..., None] * torch.cat([value, decay.exp()[..., None] * key], -1)
-    solved = torch.linalg.solve_triangular(strictly_lower, right, upper=False, unitriangular=True)
-    written, erased = solved.split([value.shape[-1], key.shape[-1]], -1)
-    from_state = decay.exp()[..., None] * query
-    among = ratio * (query @ key_T)
-    kept = (decay[..., -1:] - decay).exp()[..., None] * key
+    return ChunkParts(
+        strictly_lower=(beta[..., None] * ratio * (key @ key_T)).tril(-1),
+        right=beta[..., None] * torch.cat([value, decay.exp()[..., None] * key], -1),
+        from_state=decay.exp()[..., None] * query,
+        among=ratio * (query @ key_T),
+        kept=(decay[..., -1:] - decay).exp()[..., None] * key,
+        left=decay[..., -1].exp()[..., None, None],
+    )
+
+
+class _Inverse(torch.autograd.Function):
+    """``(1 + strictly_lower)^-1`` of matrices of at most CHUNK rows, by products, since a batch of small triangular
+    systems is slow on a GPU. Diagonal blocks of twice the size at a time: where X and Y are the inverses of two
+    neighbours and C stands below the first, what stands there in the inverse is ``-Y @ C @ X``."""
+
+    @staticmethod
+    def forward(context: Any, strictly_lower: Tensor) -> Tensor:
+        rows = torch.arange(strictly_lower.shape[-1], device=strictly_lower.device)
+        inverse = (rows[:, None] == rows).to(strictly_lower.dtype).expand_as(strictly_lower)
+        for level in range(CHUNK.bit_length() - 1):
+            block = rows >> level
+            between = (block[:, None] == block + 1) & (block % 2 == 0)
+            inverse = inverse - inverse @ (strictly_lower * between) @ inverse
+        context.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        (inverse,) = context.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -(transposed @ grad @ transposed)
+
+
+def _scan(parts: ChunkParts, solved: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, T, N, V]`` and the states after the last token, chunk by chunk."""
+    key_dim = parts.kept.shape[-1]
+    written, erased = solved.split([solved.shape[-1] - key_dim, key_dim], -1)
     if state is None:
-        state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
+        state = solved.new_zeros(*solved.shape[:2], key_dim, written.shape[-1])
     outs = []
-    for c in range(query.shape[2]):
+    for c in range(solved.shape[2]):
         delta = written[:, :, c] - erased[:, :, c] @ state
-        outs.append(from_state[:, :, c] @ state + among[:, :, c] @ delta)
-        state = decay[:, :, c, -1].exp()[..., None, None] * state + kept[:, :, c].transpose(-1, -2) @ delta
-    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :length]
-    return out.transpose(1, 2), state
+        outs.append(parts.from_state[:, :, c] @ state + parts.among[:, :, c] @ delta)
+        state = parts.left[:, :, c] * state + parts.kept[:, :, c].transpose(-1, -2) @ delta
+    return torch.cat(outs, 2).transpose(1, 2), state
+
+
+def _num_chunks(length: int) -> int:
+    return (length + CHUNK - 1) // CHUNK
 
 
 def _padded(parts: Sequence[NDArray[np.int16]]) -> Tensor:
-    out = np.zeros((len(parts), max(map(len, parts))), np.int64)
+    longest = max(map(len, parts))
+    count = _num_chunks(longest)
+    out = np.zeros((len(parts), -(-longest // count) * count), np.int64)  # equal chunks, so that little is padding
     for row, part in zip(out, parts, strict=True):
         row[: len(part)] = part
     return torch.from_numpy(out)

@@ -25,7 +25,15 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
-from scripts.demo.batched import PaddedBatch, Sample, forward, next_token_loss, option_logits, option_row_logits
+from scripts.demo.batched import (
+    PaddedBatch,
+    Regions,
+    Sample,
+    forward,
+    next_token_loss,
+    option_logits,
+    option_row_logits,
+)
 from scripts.demo.data import make_row, with_words_dropped
 from scripts.demo.parallel import over_rows
 
@@ -169,7 +177,9 @@ def train(
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [*(p for p in model.parameters() if p.ndim != 2), *probe.parameters()]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98))
+    on_cuda = device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=on_cuda)
+    regions = Regions.compiled() if on_cuda else Regions.plain()
     generator = torch.Generator(device).manual_seed(config.seed)
     batches = _batches(samples, config)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -180,8 +190,8 @@ def train(
             group["lr"] = config.lr * _factor(step, config)
         chosen = next(batches)
         batch = _with_unknowns(PaddedBatch.of(chosen).to(device), generator, model.config.vocab_size)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            hidden = forward(model, batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_cuda):
+            hidden = forward(model, batch, regions)
             logits_QO = option_logits(model, hidden, batch, labels)
             cross_entropy_Q, brier_Q = decision_losses(logits_QO, batch)
             loss = (cross_entropy_Q + BRIER_WEIGHT * brier_Q).mean()
