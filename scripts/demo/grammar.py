@@ -3,11 +3,17 @@
 A bank begins with ``# name``, in one file or several; its lines are templates. ``v:`` and ``t:`` begin lines that only
 the validation and the test split use; all others are training's. Outside brackets `` | `` separates templates on one
 line. In a template ``[a|b|]`` is one of the alternatives and ``{name}`` is filled: by a value of the text that is
-written, from the bank of that name, or by a number.
+written, from the bank of that name, or by a number. ``{lex.name}`` is an entry of a bank of phrases that say the same,
+``{some.name}`` lists a few entries of ``lex.name``; only training's templates have them.
+
+Training's texts are also reworded: words and phrases are replaced by others from ``synonyms.txt``, whose lines are
+groups of interchangeable ones. No sentence, name or level of a held-out template comes out of this (``is_held_out``).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 from functools import cache
@@ -16,9 +22,18 @@ from pathlib import Path
 SPLITS = ("train", "val", "test")
 CLOSED = ("day", "month", "plan")  # closed classes of words, which all splits share
 _TEXTS = Path(__file__).parent / "texts"
+SYNONYMS = "synonyms.txt"
 _MARKS = {"v:": "val", "t:": "test"}
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
+_PHRASES = re.compile(r"\{(lex|some)\.(\w+)\}")
+_NUMBERS = re.compile(r"\{(?:n|code|port|days|window|order|phone)\}|\d+")
+_WORDS = re.compile(r"(?<![\w{./-])([A-Za-z][A-Za-z'-]*)(?![\w}/])")
+_SENTENCE_ENDS = re.compile(r"[.!?\n]|: | / ")
+SHORT = 2  # words of a sentence that any split may say
+# Banks whose texts are reworded by nobody: levels, which synonyms might bring out of order.
+_AS_THEY_ARE = ("scale.",)
+REWORDED = (0.0, 0.0, 0.25, 0.5)  # shares of the replaceable phrases of a text that are replaced
 
 Bank = dict[str, list[str]]
 
@@ -28,10 +43,14 @@ def banks() -> dict[str, Bank]:
     """All banks by name: split -> templates."""
     found: dict[str, Bank] = {}
     for path in sorted(_TEXTS.glob("*.txt")):
+        if path.name == SYNONYMS:
+            continue
         bank: Bank = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("# "):
                 bank = found.setdefault(line[2:].strip(), {split: [] for split in SPLITS})
+                continue
+            if not line:
                 continue
             split = _MARKS.get(line[:2], "train")
             text = line if split == "train" else line[2:]
@@ -88,16 +107,36 @@ class Writer:
 
     def say(self, bank: str, **values: str) -> str:
         """A text from a template of a bank."""
-        return self.fill(self.rng.choice(banks()[bank][self.split]), **values)
+        while True:
+            text = tidied(
+                self._resolved(self.rng.choices(banks()[bank][self.split], cum_weights=_weights(bank, self.split))[0])
+            )
+            if self.split != "train":
+                break
+            share = 0.0 if bank.startswith(_AS_THEY_ARE) else self.rng.choice(REWORDED)
+            text = with_synonyms(text, self.rng, share=share)
+            if not is_held_out(text):
+                break
+        return tidied(_SLOT.sub(lambda slot: values.get(slot[1]) or self._slot(slot[1]), text))
 
-    def fill(self, template: str, **values: str) -> str:
-        """One of the texts that a template stands for."""
-        while found := _INNERMOST.search(template):
-            chosen = self.rng.choice(found[1].split("|"))
+    def _resolved(self, template: str) -> str:
+        """Without alternatives and phrases; slots stay."""
+        while True:
+            if found := _INNERMOST.search(template):
+                chosen = self.rng.choice(found[1].split("|"))
+            elif found := _PHRASES.search(template):
+                chosen = self._phrases(found[2], some=found[1] == "some")
+            else:
+                return template
             template = template[: found.start()] + chosen + template[found.end() :]
-        text = _SLOT.sub(lambda slot: values.get(slot[1]) or self._slot(slot[1]), template)
-        text = re.sub(r" +", " ", text)
-        return re.sub(r" +([,.?!:])", r"\1", text).strip(" ")
+
+    def _phrases(self, name: str, *, some: bool) -> str:
+        bank = banks()[f"lex.{name}"][self.split]
+        if not some:
+            return self.rng.choice(bank)
+        kept = self.rng.sample(bank, self.rng.randint(2, min(4, len(bank))))
+        joined = ", ".join(kept[:-1])
+        return joined + self.rng.choice((", ", " and ", " or ", ", ")) + kept[-1]
 
     def _slot(self, name: str) -> str:
         if name in self.values:
@@ -109,6 +148,92 @@ class Writer:
         if name == "port":
             return str(self.rng.choice((80, 443, 5432, 6379, 8080, 9000)))
         return self.word(name)
+
+
+@cache
+def _weights(bank: str, split: str) -> list[float]:
+    """How often each template of a bank is taken, summed up: in training, more often those that say more."""
+    bits = [1 + (_bits(template) if split == "train" else 0) for template in banks()[bank][split]]
+    return list(itertools.accumulate(bits))
+
+
+def _bits(template: str) -> float:
+    """Of the number of texts that a template stands for, about."""
+    alternatives = sum(math.log2(1 + part.count("|")) for part in _INNERMOST.findall(template))
+    return alternatives + sum(math.log2(len(banks()[f"lex.{name}"]["train"])) for _, name in _PHRASES.findall(template))
+
+
+def tidied(text: str) -> str:
+    """With single blanks, and none before punctuation."""
+    return re.sub(r" +([,.?!:])", r"\1", re.sub(r" +", " ", text)).strip(" ")
+
+
+def with_synonyms(text: str, rng: random.Random, *, share: float) -> str:
+    """The text with about this share of its phrases replaced by others that mean the same."""
+    if not share:
+        return text
+    by_word = _synonyms()
+    parts = _WORDS.split(text)  # words are at odd places
+    for i in range(1, len(parts), 2):
+        for phrase, others in by_word.get(parts[i].lower(), ()):
+            last = i + 2 * len(phrase) - 2
+            found = [part.lower() for part in parts[i : last + 1 : 2]] == phrase
+            if not found or any(gap != " " for gap in parts[i + 1 : last : 2]):
+                continue
+            if rng.random() < share:
+                chosen = rng.choice(others)
+                parts[i] = chosen[0].upper() + chosen[1:] if parts[i][0].isupper() else chosen
+                parts[i + 1 : last + 1] = [""] * (last - i)
+            break
+    return "".join(parts)
+
+
+@cache
+def _synonyms() -> dict[str, list[tuple[list[str], list[str]]]]:
+    """First word -> the phrases that begin with it, the longest first, and what can replace each."""
+    groups: dict[str, list[str]] = {}
+    for line in (_TEXTS / SYNONYMS).read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            these = [phrase.strip() for phrase in line.split("|")]
+            for phrase in these:
+                groups[phrase] = groups.get(phrase, []) + [other for other in these if other != phrase]
+    by_word: dict[str, list[tuple[list[str], list[str]]]] = {}
+    for phrase in sorted(groups, key=lambda phrase: (-len(phrase.split()), phrase)):
+        by_word.setdefault(phrase.split()[0], []).append((phrase.split(), groups[phrase]))
+    return by_word
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text, its slots not filled yet, has a sentence, or is a name, of the validation or the test split."""
+    return not _held_out().isdisjoint(_parts(text))
+
+
+@cache
+def _held_out() -> frozenset[str]:
+    found: set[str] = set()
+    for name, bank in banks().items():
+        if name not in CLOSED:
+            for split in SPLITS[1:]:
+                for template in bank[split]:
+                    for text in _expanded(template):
+                        found |= _parts(text)
+    return frozenset(found) - {"", "{text}"}
+
+
+def _expanded(template: str) -> list[str]:
+    found = _INNERMOST.search(template)
+    if not found:
+        return [tidied(template)]
+    head, tail = template[: found.start()], template[found.end() :]
+    return [text for chosen in found[1].split("|") for text in _expanded(head + chosen + tail)]
+
+
+def _parts(text: str) -> set[str]:
+    """A text and its sentences, such that texts that differ in numbers only are equal."""
+    plain = _NUMBERS.sub("0", text.lower()).replace("{amount2}", "{amount}").replace("{item2}", "{item}")
+    sentences = [part.strip(" ,;") for part in _SENTENCE_ENDS.split(plain)]
+    short = 0 if " / " in plain else SHORT  # a scale's levels are names
+    return {plain.strip(), *(part for part in sentences if len(part.split()) > short)}
 
 
 def with_typos(text: str, rng: random.Random, *, share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from scripts.demo.grammar import Writer, banks
+from scripts.demo.grammar import Writer
 
 
 class Asked(NamedTuple):
@@ -53,8 +53,9 @@ def choice(
     criteria: dict[str, str | None] = {}
     answer = ""
     for kind in kept:
-        free = [name for name in banks()[f"{names}.{kind}"][writer.split] if name not in criteria]
-        name = writer.fill(rng.choice(free))
+        name = writer.say(f"{names}.{kind}")
+        while name in criteria:
+            name = writer.say(f"{names}.{kind}")
         shown = style == "all" or (style == "some" and rng.random() < 0.5)
         criteria[name] = writer.say(f"{described}.{kind}") if shown else None
         if kind == truth:
@@ -62,9 +63,16 @@ def choice(
     return Asked({"type": "choice", "instructions": writer.say(ask), "criteria": criteria}, answer)
 
 
+def plain_choice(writer: Writer, ask: str, truth: str, others: Sequence[str], *, most: int = 5) -> Asked:
+    """Which of several words, as they are."""
+    kept = [truth, *others[: writer.rng.randint(1, most - 1)]]
+    writer.rng.shuffle(kept)
+    return Asked({"type": "choice", "instructions": writer.say(ask), "criteria": dict.fromkeys(kept)}, truth)
+
+
 def score(writer: Writer, ask: str, level: int, *, scale: str) -> Asked:
     """Where on a scale from a bank, whose entries are levels from low to high."""
-    levels = [part.strip() for part in writer.say(f"scale.{scale}").split("/")]
+    levels = [part.strip() for part in writer.say(f"scale.{scale}").split(" / ")]
     return Asked({"type": "score", "instructions": writer.say(ask), "criteria": levels}, level)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from scripts.demo.grammar import Writer, banks, kinds
-from scripts.demo.questions import Asked, choice, noul, score, shuffled
+from scripts.demo.questions import Asked, choice, noul, plain_choice, score, shuffled
 
 
 class Task(NamedTuple):
@@ -98,7 +98,15 @@ def support(writer: Writer) -> Task:
     if plan:
         big = plan in ("business", "enterprise")
         asked["escalate"] = noul(writer, "ask.escalate", big and urgency == 3)
-    return Task(_message(writer, sentences, plan), asked)
+    state = _message(writer, sentences, plan)
+    told, item = str(state), writer.values["item"]
+    if item in told and writer.values["item2"] not in told:
+        wrong = shuffled(writer, [thing for thing in banks()["item"][writer.split] if thing not in told], item)
+        asked["product"] = plain_choice(writer, "ask.product", item, wrong)
+        asked["is_product"] = noul(
+            writer, "isit.product", (about := rng.random() < 0.5), thing=item if about else wrong[0]
+        )
+    return Task(state, asked)
 
 
 def _team(writer: Writer, team: str, asides: list[str]) -> Asked:
@@ -129,6 +137,8 @@ def _is_issue(writer: Writer, issue: str) -> Asked:
 
 def _message(writer: Writer, sentences: list[str], plan: str | None) -> Any:
     rng = writer.rng
+    if rng.random() < 0.8:
+        sentences = [sentence[0].upper() + sentence[1:] for sentence in sentences]
     planned = writer.say("planframe") if plan else ""
     style = rng.random()
     if style < 0.2:
@@ -146,7 +156,12 @@ def _message(writer: Writer, sentences: list[str], plan: str | None) -> Any:
     return f"{planned}\n{text}" if plan else text
 
 
-AGAINST = {"calendar": ("book", "meeting"), "mail": ("mail",), "edit": ("touch",)}  # what would forbid a goal
+# Words of notes that would forbid a goal.
+AGAINST = {
+    "calendar": ("book", "meeting", "appointment"),
+    "mail": ("mail", "message", "letter", "note"),
+    "edit": ("touch", "file"),
+}
 
 
 def agent(writer: Writer) -> Task:
@@ -158,13 +173,15 @@ def agent(writer: Writer) -> Task:
         goals = ["vague"]
     done = rng.choice((0, 0, 1, len(goals), len(goals)))
     failed = done < len(goals) and rng.random() < 0.35
+    other = writer.word("first")
+    writer.values |= {"first": writer.word("first")}
     told = [writer.say(f"goal.{goal}") for goal in goals]
     observed = [writer.say(f"done.{goal}") for goal in goals[:done]]
     if failed:
         observed.append(writer.say("failed"))
     if not observed and rng.random() < 0.6:
         observed.append(writer.say("progress"))
-    noise = [writer.say("noise") for _ in range(rng.choice((0, 1, 1, 2)))]
+    noise = [writer.say("noise", first=other) for _ in range(rng.choice((0, 1, 1, 2)))]
     noise = [text for text in noise if not any(word in text for goal in goals for word in AGAINST.get(goal, ()))]
     following = "finish" if done == len(goals) else "ask" if goals == ["vague"] else goals[done]
     asked = {
@@ -262,9 +279,9 @@ def review(writer: Writer) -> Task:
         joined = writer.say("join", a=_ended(first), b=_ended(second))
         parts = [joined, *good[1:], *bad[1:]]
     rng.shuffle(parts)
-    hearsay = writer.say("hearsay")
-    if rng.random() < 0.5 and not any(kind in hearsay for kind in (*liked, *disliked)):
-        parts.insert(rng.randint(0, len(parts)), hearsay)
+    if rng.random() < 0.5:
+        of_others = shuffled(writer, aspects, *liked, *disliked)[0]
+        parts.insert(rng.randint(0, len(parts)), writer.say("hearsay", aspect=_aspect(writer, of_others)))
     if overall is not None:
         parts.insert(rng.choice((0, len(parts))), writer.say(f"overall.{overall}"))
     if rng.random() < 0.6:
@@ -292,9 +309,10 @@ def review(writer: Writer) -> Task:
 
 
 def _aspect(writer: Writer, kind: str) -> str:
-    names = banks()[f"aspect.{kind}"][writer.split]
-    nouns = [name for name in names if not name.startswith(("how ", "what ", "putting ", "getting "))]
-    return writer.rng.choice(nouns).removeprefix("the ")
+    """A noun for an aspect, without its article."""
+    while (name := writer.say(f"aspect.{kind}")).startswith(("how ", "what ", "putting ", "getting ", "installing ")):
+        pass
+    return name.removeprefix("the ")
 
 
 def expense(writer: Writer) -> Task:
