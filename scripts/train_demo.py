@@ -33,10 +33,10 @@ from scripts.demo.tokenizer import write_demo_tokenizer
 from scripts.demo.training import DemoConfig, make_samples, new_model, train
 
 CASES = Path(__file__).parent.parent / "examples" / "demo_cases.jsonl"
-TOKENIZER_ROWS = 6_000
+TOKENIZER_ROWS = 12_000
 MOST_LABELS = 26  # that training reads; no generated question has more options
 MOST_PARAMETERS, MOST_BYTES = 8_000_000, 16_000_000
-SMOKE: dict[str, Any] = {"rows": 400, "val_rows": 60, "test_rows": 60, "steps": 12, "batch_rows": 8, "warmup": 4}
+SMOKE: dict[str, Any] = {"rows": 400, "val_rows": 60, "test_rows": 60, "steps": 12, "batch_questions": 32, "warmup": 4}
 
 
 def main() -> None:

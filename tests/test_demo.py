@@ -23,13 +23,13 @@ from flide.runtime import ForkMetadata, TokenTree
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import MAX_LABELS, PromptTokenizer
 from scripts.demo import baseline
-from scripts.demo.batched import PaddedBatch, Sample, forward, option_logits
+from scripts.demo.batched import CHUNK, BatchShape, PaddedBatch, Sample, _Inverse, forward, option_logits
 from scripts.demo.data import MOST_QUESTIONS, rows, with_words_dropped, write_rows
 from scripts.demo.grammar import CLOSED, SPLITS, banks
 from scripts.demo.report import model_card
 from scripts.demo.tasks import TASKS
 from scripts.demo.tokenizer import write_demo_tokenizer
-from scripts.demo.training import DemoConfig, encode_row, line_end_ids, make_samples, new_model, train
+from scripts.demo.training import DemoConfig, _Step, encode_row, line_end_ids, make_samples, new_model, train
 from scripts.train_demo import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS
 from tests.tolerance import LOGITS_FP32
 
@@ -224,7 +224,7 @@ def test_tokenizer_is_made_the_same_again(directory, tmp_path):
 
 
 def small(**fields: Any) -> DemoConfig:
-    return DemoConfig(**{"hidden_size": 32, "intermediate_size": 32, "layers": "LF", "batch_rows": 4, **fields})
+    return DemoConfig(**{"hidden_size": 32, "intermediate_size": 32, "layers": "LF", "batch_questions": 16, **fields})
 
 
 def test_model_is_within_its_budget(tokenizer):
@@ -256,6 +256,38 @@ def test_batched_forward_is_the_library_s(data, directory):
                 n = len(target)
                 torch.testing.assert_close(got[:n], wanted[:n], rtol=0, atol=LOGITS_FP32)
                 assert (got[n:] == float("-inf")).all()
+
+
+def test_a_padded_batch_s_losses_and_gradients_are_those_of_its_questions(data, directory):
+    """Rows and questions that nobody asked move nothing."""
+    format = ChatFormat(PromptTokenizer.from_pretrained(directory))
+    made = [encode_row(row, format, line_end_ids(format.tokenizer)) for row in data["train"][:5]]
+    exact = BatchShape.of(made)
+    labels = torch.tensor(format.label_ids(MOST_LABELS))
+    padded = BatchShape(exact.rows + 2, exact.trunk + 31, exact.questions + 3, exact.branch + 7, MOST_LABELS)
+    found = []
+    for shape in (None, BatchShape(*map(_whole, padded[:4], (1, 64, 1, 64)), MOST_LABELS)):
+        step = _Step(new_model(small(), format.tokenizer.vocab_size), labels, small())
+        step(PaddedBatch.of(made, shape))
+        gradients = {name: p.grad for name, p in step.model.named_parameters()}
+        found.append((step.means(), gradients))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-3, atol=1e-6)
+
+
+def _whole(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+def test_the_inverse_and_its_gradient():
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 2, 47, CHUNK):
+        lower = torch.rand(2, size, size, generator=generator, dtype=torch.float64).tril(-1)
+        product = _Inverse.apply(lower) @ (lower + torch.eye(size))
+        torch.testing.assert_close(product, torch.eye(size, dtype=torch.float64).expand_as(product))
+    matrix = torch.rand(2, 9, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: _Inverse.apply(x.tril(-1)), (matrix,))
 
 
 def _by_sample(made, logits_QO):

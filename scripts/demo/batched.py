@@ -1,10 +1,10 @@
 """The forked forward pass as padded batches in plain torch, to train a small model from scratch.
 
 The library's ops walk over segments in Python in their references, which is what their gradients run. Here all trunks
-of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds;
-what is many small operations on large tensors, ``Regions`` can compile. It computes what ``Qwen35ForDecision``
-computes, with its modules and weights (``tests/test_demo.py`` compares). Padding follows a row's tokens and is inert:
-its keys are invisible, its gates and writes zero.
+of a batch are one padded tensor and all branches another, so that a step is some thousand launches whatever it holds,
+and a CUDA graph where shapes repeat. It computes what ``Qwen35ForDecision`` computes, with its modules and weights
+(``tests/test_demo.py`` compares). Padding follows a row's tokens and is inert: its keys are invisible, its gates and
+writes zero.
 
 Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length, D hidden size, N heads, C chunks of
 64, K key dim, V value dim, H head dim, O options.
@@ -12,7 +12,7 @@ Shapes: R rows (trunks), P trunk length, Q questions (branches), L branch length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from flide.layers import ForkGatedDeltaNet, RotaryEmbedding
 from flide.layers.rotary import apply_rotary
 from flide.models import Qwen35ForDecision
-from flide.models.qwen3_5 import Qwen35Attention, Qwen35Layer
+from flide.models.qwen3_5 import Qwen35Attention
 
 CHUNK = 64
 L2_EPS = 1e-6
@@ -45,6 +45,27 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.trunk) + sum(map(len, self.branches))
+
+
+class BatchShape(NamedTuple):
+    """R, P, Q, L and O of a batch."""
+
+    rows: int
+    trunk: int
+    questions: int
+    branch: int
+    options: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> BatchShape:
+        """The smallest one in whole chunks."""
+        return cls(
+            len(samples),
+            _whole_chunks(max(len(sample.trunk) for sample in samples)),
+            sum(len(sample.branches) for sample in samples),
+            _whole_chunks(max(len(branch) for sample in samples for branch in sample.branches)),
+            max(len(target) for sample in samples for target in sample.targets),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +89,25 @@ class PaddedBatch:
     option_ends_QO: Tensor
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> PaddedBatch:
+    def of(cls, samples: Sequence[Sample], shape: BatchShape | None = None) -> PaddedBatch:
+        """``shape``: at least that of the samples. Rows and questions that nobody asked have one token and one right
+        option, so that they cost no loss."""
+        shape = shape or BatchShape.of(samples)
         branches = [branch for sample in samples for branch in sample.branches]
         targets = [target for sample in samples for target in sample.targets]
         ends = [these for sample in samples for these in sample.option_ends]
-        width = max(map(len, targets))
+        owners = [i for i, sample in enumerate(samples) for _ in sample.branches]
+        unasked = shape.questions - len(branches)
+        targets += [(1.0,)] * unasked
+        ends += [[0]] * unasked
+        lengths = [len(sample.trunk) for sample in samples] + [1] * (shape.rows - len(samples))
+        width = shape.options
         return cls(
-            trunks_RP=_padded([sample.trunk for sample in samples]),
-            trunk_lengths_R=torch.tensor([len(sample.trunk) for sample in samples]),
-            branches_QL=_padded(branches),
-            branch_lengths_Q=torch.tensor([len(branch) for branch in branches]),
-            owner_Q=torch.tensor([i for i, sample in enumerate(samples) for _ in sample.branches]),
+            trunks_RP=_padded([sample.trunk for sample in samples], shape.rows, shape.trunk),
+            trunk_lengths_R=torch.tensor(lengths),
+            branches_QL=_padded(branches, shape.questions, shape.branch),
+            branch_lengths_Q=torch.tensor([len(branch) for branch in branches] + [1] * unasked),
+            owner_Q=torch.tensor(owners + [0] * unasked),
             is_option_QO=torch.tensor([[o < len(target) for o in range(width)] for target in targets]),
             targets_QO=torch.tensor([[*target, *[0.0] * (width - len(target))] for target in targets]),
             option_ends_QO=torch.tensor([[*these, *[0] * (width - len(these))] for these in ends]),
@@ -90,22 +119,10 @@ class PaddedBatch:
             fields = {name: x.pin_memory() for name, x in fields.items()}
         return PaddedBatch(**{name: x.to(device, non_blocking=True) for name, x in fields.items()})
 
-
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """The parts of a pass that gain from being fused."""
-
-    mlp: Callable[[Qwen35Layer, Tensor], Tensor]
-    mix: Callable[[ForkGatedDeltaNet, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-    prepare: Callable[..., ChunkParts]
-
-    @classmethod
-    def plain(cls) -> Regions:
-        return cls(_mlp, _mix, _prepare)
-
-    @classmethod
-    def compiled(cls) -> Regions:
-        return cls(*(torch.compile(region, dynamic=True, fullgraph=True) for region in (_mlp, _mix, _prepare)))
+    def copy_(self, other: PaddedBatch) -> None:
+        """Overwrite this batch with another one of its shape."""
+        for name in self.__slots__:
+            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
 class Hidden(NamedTuple):
@@ -121,10 +138,9 @@ class Hidden(NamedTuple):
     early: Tensor
 
 
-def forward(model: Qwen35ForDecision, batch: PaddedBatch, regions: Regions | None = None) -> Hidden:
+def forward(model: Qwen35ForDecision, batch: PaddedBatch) -> Hidden:
     """All hidden states of a batch. The model is one without pools and merged projections."""
-    regions = regions or Regions.plain()
-    parts = _Parts.of(batch, regions)
+    parts = _Parts.of(batch)
     trunks, branches = model.model.embed_tokens(batch.trunks_RP), model.model.embed_tokens(batch.branches_QL)
     rotary = model.model.rotary
     early = branches
@@ -134,13 +150,9 @@ def forward(model: Qwen35ForDecision, batch: PaddedBatch, regions: Regions | Non
         mixer = layer.self_attn if layer.layer_type == "full_attention" else layer.linear_attn
         mixed = mix(mixer, layer.input_layernorm(trunks), layer.input_layernorm(branches), parts, rotary)
         trunks, branches = trunks + mixed[0], branches + mixed[1]
-        trunks, branches = regions.mlp(layer, trunks), regions.mlp(layer, branches)
+        trunks = trunks + layer.mlp(layer.post_attention_layernorm(trunks))
+        branches = branches + layer.mlp(layer.post_attention_layernorm(branches))
     return Hidden(model.model.norm(trunks), model.model.norm(branches), early)
-
-
-def _mlp(layer: Qwen35Layer, x_BTD: Tensor) -> Tensor:
-    out: Tensor = x_BTD + layer.mlp(layer.post_attention_layernorm(x_BTD))
-    return out
 
 
 def option_logits(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch, label_ids: Tensor) -> Tensor:
@@ -177,17 +189,16 @@ def next_token_loss(model: Qwen35ForDecision, hidden: Hidden, batch: PaddedBatch
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """Which places hold tokens ``[R, P]`` and ``[Q, L]``, their positions, what a branch row sees ``[Q, 1, L, P + L]``,
-    the batch, and how to compute."""
+    and the batch."""
 
     batch: PaddedBatch
-    regions: Regions
     inside_RP: Tensor
     inside_QL: Tensor
     positions_QL: Tensor
     visible_Q1LX: Tensor
 
     @classmethod
-    def of(cls, batch: PaddedBatch, regions: Regions) -> _Parts:
+    def of(cls, batch: PaddedBatch) -> _Parts:
         device, (_, p), (_, size) = batch.trunks_RP.device, batch.trunks_RP.shape, batch.branches_QL.shape
         inside_RP = torch.arange(p, device=device) < batch.trunk_lengths_R[:, None]
         inside_QL = torch.arange(size, device=device) < batch.branch_lengths_Q[:, None]
@@ -197,7 +208,7 @@ class _Parts:
             [inside_RP[batch.owner_Q][:, None].expand(count, size, p), causal_LL.expand(count, size, size)], -1
         )
         positions_QL = batch.trunk_lengths_R[batch.owner_Q][:, None] + torch.arange(size, device=device)
-        return cls(batch, regions, inside_RP, inside_QL, positions_QL, visible[:, None])
+        return cls(batch, inside_RP, inside_QL, positions_QL, visible[:, None])
 
 
 def _attention(
@@ -248,10 +259,10 @@ def _delta_net(
     history_RXC = F.pad(qkv_RPC, (0, 0, width - 1, 0))
     last = lengths_R[:, None] + torch.arange(width - 1, device=lengths_R.device)
     window_RWC = history_RXC[torch.arange(len(lengths_R), device=last.device)[:, None], last]
-    trunk_o, states = _rule(mixer, history_RXC, trunks_RPD, parts.inside_RP, None, parts.regions)
+    trunk_o, states = _rule(mixer, history_RXC, trunks_RPD, parts.inside_RP, None)
 
     history_QXC = torch.cat([window_RWC[owner_Q], mixer.in_proj_qkv(branches_QLD)], 1)
-    branch_o, _ = _rule(mixer, history_QXC, branches_QLD, parts.inside_QL, states[owner_Q], parts.regions)
+    branch_o, _ = _rule(mixer, history_QXC, branches_QLD, parts.inside_QL, states[owner_Q])
     return tuple(
         mixer.out_proj(mixer.norm(o, mixer.in_proj_z(x).unflatten(-1, (mixer.num_value_heads, -1))).flatten(2))
         for o, x in ((trunk_o, trunks_RPD), (branch_o, branches_QLD))
@@ -259,20 +270,15 @@ def _delta_net(
 
 
 def _rule(
-    mixer: ForkGatedDeltaNet,
-    history_BXC: Tensor,
-    x_BTD: Tensor,
-    inside_BT: Tensor,
-    state: Tensor | None,
-    regions: Regions,
+    mixer: ForkGatedDeltaNet, history_BXC: Tensor, x_BTD: Tensor, inside_BT: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Convolution, gates and delta rule: outputs ``[B, T, N, V]`` and the states after the last token. Float32."""
     length = x_BTD.shape[1]
     count = _num_chunks(length)
-    mixed = regions.mix(mixer, history_BXC, x_BTD, inside_BT)
+    mixed = _mix(mixer, history_BXC, x_BTD, inside_BT)
     with torch.autocast(x_BTD.device.type, enabled=False):
         # [B, T, N, ...] -> [B, N, C, T / C, ...]
-        parts = regions.prepare(*(x.unflatten(1, (count, length // count)).movedim(3, 1) for x in mixed))
+        parts = _prepare(*(x.unflatten(1, (count, length // count)).movedim(3, 1) for x in mixed))
         solved = _Inverse.apply(parts.strictly_lower) @ parts.right
         return _scan(parts, solved, state)
 
@@ -374,10 +380,14 @@ def _num_chunks(length: int) -> int:
     return (length + CHUNK - 1) // CHUNK
 
 
-def _padded(parts: Sequence[NDArray[np.int16]]) -> Tensor:
-    longest = max(map(len, parts))
-    count = _num_chunks(longest)
-    out = np.zeros((len(parts), -(-longest // count) * count), np.int64)  # equal chunks, so that little is padding
-    for row, part in zip(out, parts, strict=True):
+def _whole_chunks(length: int) -> int:
+    """The length in equal chunks, so that little is padding."""
+    count = _num_chunks(length)
+    return -(-length // count) * count
+
+
+def _padded(parts: Sequence[NDArray[np.int16]], count: int, length: int) -> Tensor:
+    out = np.zeros((count, length), np.int64)
+    for row, part in zip(out, parts, strict=False):
         row[: len(part)] = part
     return torch.from_numpy(out)

@@ -107,8 +107,9 @@ For real use take a real model (`--model Qwen/Qwen3.5-0.8B`), fine-tuned and cal
 ## How it was made
 
 {results["rows"]:,} generated rows ({results["questions_per_row"]:.1f} questions each), {results["steps"]:,} steps of
-{results["batch_rows"]} rows, AdamW, all parameters; cross entropy over the options' letters + 0.1 Brier +
-{results["next_token_weight"]} next-token loss on the states. {results["minutes"]:.1f} minutes on {results["device"]}.
+at most {results["batch_questions"]} questions, AdamW, all parameters; cross entropy over the options' letters
++ 0.1 Brier + {results["next_token_weight"]} next-token loss on the states. {results["minutes"]:.1f} minutes on
+{results["device"]}.
 License: Apache-2.0, as Flide.
 """
 

@@ -11,7 +11,7 @@ from flide.evaluation.rows import parse_row
 from flide.runtime.prompt import option_texts, render_value
 from scripts.tokenizer_builder import save_tokenizer, train_tokenizer
 
-VOCAB_SIZE = 3072
+VOCAB_SIZE = 4096
 
 
 def texts(rows: Iterable[dict[str, Any]]) -> list[str]:

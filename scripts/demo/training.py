@@ -26,8 +26,8 @@ from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
 from scripts.demo.batched import (
+    BatchShape,
     PaddedBatch,
-    Regions,
     Sample,
     forward,
     next_token_loss,
@@ -42,6 +42,9 @@ DECAY_STEPS = (1e-3, 1e-1)  # of softplus(dt_bias), as Gated DeltaNet models are
 UNKNOWN_SHARE = 0.02  # of the trunks' tokens that become others, so that unknown words are nothing new
 FIRST_PLAIN_ID = 256  # ids below are single bytes
 SORTED_BATCHES = 32  # that are filled by length together, so that padding is small
+# Lengths that batches are padded to, all whole chunks: few, since each pair of them is a CUDA graph.
+TRUNK_LENGTHS, BRANCH_LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024), (48, 64, 96, 128, 192, 256, 512)
+ROWS_PER_QUESTION = 0.4  # at most, of a batch that is padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +53,8 @@ class DemoConfig:
 
     Attributes:
         rows: training rows; val_rows and test_rows likewise.
-        steps, batch_rows: of the optimiser; rows are drawn in random order, pass after pass.
+        steps, batch_questions: of the optimiser, and questions of one, at most; rows are drawn in random order, pass
+            after pass.
         lr: the highest rate; it rises for ``warmup`` steps and falls to a tenth as a cosine.
         next_token_weight, option_row_weight: of the auxiliary losses (``next_token_loss``, ``option_row_logits``).
         dropped_words: share of the words that half of the training rows lack.
@@ -62,7 +66,7 @@ class DemoConfig:
     val_rows: int = 2_000
     test_rows: int = 3_000
     steps: int = 4_500
-    batch_rows: int = 128
+    batch_questions: int = 576
     lr: float = 1e-3
     warmup: int = 300
     weight_decay: float = 0.05
@@ -170,46 +174,39 @@ def train(
     report_every: int = 100,
 ) -> list[dict[str, float]]:
     """Train all parameters in place, on the model's device; returns what was reported."""
+    if model.lm_head.weight.device.type != "cuda":
+        return _train(model, samples, held_out, config, label_ids, report_every)
+    torch.cuda.synchronize()  # the weights were moved on another stream
+    with torch.cuda.stream(torch.cuda.Stream()):  # captures need one of their own
+        return _train(model, samples, held_out, config, label_ids, report_every)
+
+
+def _train(
+    model: Qwen35ForDecision,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    config: DemoConfig,
+    label_ids: Sequence[int],
+    report_every: int,
+) -> list[dict[str, float]]:
     device = model.lm_head.weight.device
     labels = torch.tensor(label_ids, device=device)
-    probe = torch.nn.Linear(config.hidden_size, 1, device=device)
-    torch.nn.init.zeros_(probe.weight)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [*(p for p in model.parameters() if p.ndim != 2), *probe.parameters()]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    on_cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=on_cuda)
-    regions = Regions.compiled() if on_cuda else Regions.plain()
     generator = torch.Generator(device).manual_seed(config.seed)
     batches = _batches(samples, config)
     torch.backends.cuda.matmul.allow_tf32 = True
+    step_of = _Step(model, labels, config)
+    run = _CapturedStep(step_of) if device.type == "cuda" else step_of
     started, tokens, reports = time.monotonic(), 0, []
-    running = torch.zeros(4, device=device)
     for step in range(config.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * _factor(step, config)
+        step_of.set_lr(config.lr * _factor(step, config))
         chosen = next(batches)
-        batch = _with_unknowns(PaddedBatch.of(chosen).to(device), generator, model.config.vocab_size)
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_cuda):
-            hidden = forward(model, batch, regions)
-            logits_QO = option_logits(model, hidden, batch, labels)
-            cross_entropy_Q, brier_Q = decision_losses(logits_QO, batch)
-            loss = (cross_entropy_Q + BRIER_WEIGHT * brier_Q).mean()
-            words = next_token_loss(model, hidden, batch)
-            found = decision_losses(option_row_logits(probe, hidden, batch), batch).cross_entropy_Q.mean()
-        optimizer.zero_grad(set_to_none=True)
-        (loss + config.next_token_weight * words + config.option_row_weight * found).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
+        shape = _common_shape(chosen, config, len(label_ids)) if device.type == "cuda" else None
+        run(_with_unknowns(PaddedBatch.of(chosen, shape).to(device), generator, model.config.vocab_size))
         tokens += sum(sample.num_tokens for sample in chosen)
-        right = (logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).float().mean()
-        running += torch.stack([cross_entropy_Q.mean(), right, words, found]).detach()
         if (step + 1) % report_every == 0 or step + 1 == config.steps:
-            count = step % report_every + 1
-            nll, accuracy, words_nll, found_nll = (running / count).tolist()
-            running.zero_()
+            nll, accuracy, words_nll, found_nll = step_of.means()
             seconds = time.monotonic() - started
-            held_accuracy, held_nll = accuracy_of(model, held_out, labels, batch_rows=config.batch_rows)
+            held_accuracy, held_nll = accuracy_of(model, held_out, labels)
             reports.append(
                 {
                     "step": step + 1,
@@ -227,9 +224,90 @@ def train(
     return reports
 
 
+class _Step:
+    """One step of the optimiser: gradients of all losses, and the weights moved."""
+
+    def __init__(self, model: Qwen35ForDecision, labels: Tensor, config: DemoConfig) -> None:
+        self.model, self._labels, self._config = model, labels, config
+        self._device = labels.device
+        self._probe = torch.nn.Linear(config.hidden_size, 1, device=self._device)
+        torch.nn.init.zeros_(self._probe.weight)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [*(p for p in model.parameters() if p.ndim != 2), *self._probe.parameters()]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        on_cuda = self._device.type == "cuda"
+        # The rate is a tensor, which a captured step reads.
+        rate = torch.tensor(config.lr, device=self._device)
+        self._optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=on_cuda, capturable=on_cuda)
+        self._sums = torch.zeros(5, device=self._device)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(lr)
+
+    def means(self) -> list[float]:
+        """Cross entropy and accuracy of the answers, and the auxiliary losses: means of the steps since the last
+        call."""
+        *sums, steps = self._sums.tolist()
+        self._sums.zero_()
+        return [x / steps for x in sums]
+
+    def __call__(self, batch: PaddedBatch) -> None:
+        model, config = self.model, self._config
+        # No cache of cast weights: it would outlive a capture.
+        with torch.autocast(
+            self._device.type, torch.bfloat16, enabled=self._device.type == "cuda", cache_enabled=False
+        ):
+            hidden = forward(model, batch)
+            logits_QO = option_logits(model, hidden, batch, self._labels)
+            cross_entropy_Q, brier_Q = decision_losses(logits_QO, batch)
+            found_Q = decision_losses(option_row_logits(self._probe, hidden, batch), batch).cross_entropy_Q
+            asked_Q = batch.is_option_QO[:, :2].all(1).float()
+
+            def mean(x_Q: Tensor) -> Tensor:
+                return (x_Q * asked_Q).sum() / asked_Q.sum()
+
+            loss = mean(cross_entropy_Q + BRIER_WEIGHT * brier_Q)
+            words, found = next_token_loss(model, hidden, batch), mean(found_Q)
+        self._optimizer.zero_grad(set_to_none=True)
+        (loss + config.next_token_weight * words + config.option_row_weight * found).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        self._optimizer.step()
+        right = mean((logits_QO.argmax(-1) == batch.targets_QO.argmax(-1)).float())
+        self._sums += torch.stack([mean(cross_entropy_Q), right, words, found, torch.ones_like(right)]).detach()
+
+
+class _CapturedStep:
+    """The same step as a CUDA graph for every shape: launching its kernels one by one takes longer than running them.
+
+    The first batch of a shape runs as it is, which also loads what it needs; the second one is captured.
+    """
+
+    def __init__(self, step: _Step) -> None:
+        self._step, self._pool = step, torch.cuda.graph_pool_handle()
+        self._seen: set[BatchShape] = set()
+        self._graphs: dict[BatchShape, tuple[PaddedBatch, torch.cuda.CUDAGraph]] = {}
+
+    def __call__(self, batch: PaddedBatch) -> None:
+        shape = BatchShape(*batch.trunks_RP.shape, *batch.branches_QL.shape, batch.targets_QO.shape[1])
+        if shape not in self._seen:
+            self._seen.add(shape)
+            self._step(batch)
+            return
+        if shape not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+                self._step(batch)
+            self._graphs[shape] = batch, graph
+        inputs, graph = self._graphs[shape]
+        if inputs is not batch:
+            inputs.copy_(batch)
+        graph.replay()
+
+
 @torch.no_grad()
 def accuracy_of(
-    model: Qwen35ForDecision, samples: Sequence[Sample], labels: Tensor, *, batch_rows: int
+    model: Qwen35ForDecision, samples: Sequence[Sample], labels: Tensor, *, batch_rows: int = 128
 ) -> tuple[float, float]:
     """Accuracy and mean negative log-likelihood over the questions of samples."""
     right, nll, questions = 0.0, 0.0, 0
@@ -251,20 +329,51 @@ def _factor(step: int, config: DemoConfig) -> float:
 def _batches(samples: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
     """Batches without end: random rows, sorted by length within stretches, the stretches' batches in random order."""
     rng = np.random.default_rng(config.seed)
+    stretch = max(1, round(SORTED_BATCHES * config.batch_questions * len(samples) / _num_questions(samples)))
     while True:
-        order = rng.permutation(len(samples))
-        for begin in range(0, len(order), config.batch_rows * SORTED_BATCHES):
-            stretch = sorted(
-                order[begin : begin + config.batch_rows * SORTED_BATCHES], key=lambda i: _length_class(samples[i])
-            )
-            starts = range(0, len(stretch), config.batch_rows)
-            for start in rng.permutation(np.array(starts)).tolist():
-                yield [samples[i] for i in stretch[start : start + config.batch_rows]]
+        order = rng.permutation(len(samples)).tolist()
+        for begin in range(0, len(order), stretch):
+            rows = sorted((samples[i] for i in order[begin : begin + stretch]), key=_length_class)
+            made = list(_filled(rows, config))
+            for i in rng.permutation(len(made)).tolist():
+                yield made[i]
+
+
+def _filled(rows: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
+    """Rows in order, as many a batch as it has room for."""
+    batch: list[Sample] = []
+    questions, most_rows = 0, _most_rows(config)
+    for row in rows:
+        if batch and (questions + len(row.branches) > config.batch_questions or len(batch) == most_rows):
+            yield batch
+            batch, questions = [], 0
+        batch.append(row)
+        questions += len(row.branches)
+    yield batch
+
+
+def _num_questions(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.branches) for sample in samples)
+
+
+def _most_rows(config: DemoConfig) -> int:
+    return max(1, int(config.batch_questions * ROWS_PER_QUESTION))
 
 
 def _length_class(sample: Sample) -> tuple[int, int]:
-    """What rows of one batch should agree in: 0.71 of a batch's places then hold tokens, and 0.35 of random rows'."""
-    return max(map(len, sample.branches)) // 12, len(sample.trunk)
+    """What rows of one batch should agree in."""
+    return _at_least(max(map(len, sample.branches)), BRANCH_LENGTHS), len(sample.trunk)
+
+
+def _common_shape(samples: Sequence[Sample], config: DemoConfig, options: int) -> BatchShape:
+    """The shape a batch is padded to: one of few."""
+    exact = BatchShape.of(samples)
+    trunk, branch = _at_least(exact.trunk, TRUNK_LENGTHS), _at_least(exact.branch, BRANCH_LENGTHS)
+    return BatchShape(_most_rows(config), trunk, config.batch_questions, branch, options)
+
+
+def _at_least(length: int, lengths: Sequence[int]) -> int:
+    return next(x for x in lengths if x >= length)
 
 
 def _with_unknowns(batch: PaddedBatch, generator: torch.Generator, vocab_size: int) -> PaddedBatch:
