@@ -50,9 +50,9 @@ def test_the_order_of_questions_matters(bench: Bench, monkeypatch: pytest.Monkey
 
 
 def _with_a_wrong_page(layout: TreeLayout) -> TreeLayout:
-    trunk = layout.tokens[0].copy()
-    trunk[-64:] = trunk[-64:][::-1]
-    return replace(layout, tokens=(trunk, *layout.tokens[1:]))
+    rows, end = layout.rows.copy(), layout.trunk_length
+    rows[0, end - 64 : end] = rows[0, end - 64 : end][::-1]
+    return replace(layout, rows=rows)
 
 
 def _rotated(decision: Any) -> Any:

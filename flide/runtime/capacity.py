@@ -64,8 +64,8 @@ def needed_by(tree: TokenTree | TreeLayout) -> StreamCapacity:
     return StreamCapacity(
         tokens=max(1, layout.num_tokens),
         segments=layout.num_nodes,
-        readouts=max(1, len(layout.read_rows)),
-        pages=-(-len(layout.tokens[0]) // PAGE_SIZE),
+        readouts=max(1, len(layout.reads)),
+        pages=-(-layout.trunk_length // PAGE_SIZE),
         depth=max(2, layout.depth),
     )
 

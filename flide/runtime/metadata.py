@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -97,8 +97,8 @@ def fresh_caches(trees: Sequence[TokenTree | TreeLayout]) -> list[TrunkCache]:
     """KV pages for trunks that live for one round: numbered from 0, request by request."""
     caches, page = [], 0
     for tree in trees:
-        trunk = tree.tokens[0] if isinstance(tree, TreeLayout) else tree.tokens
-        count = -(-len(trunk) // PAGE_SIZE)
+        length = tree.trunk_length if isinstance(tree, TreeLayout) else len(tree.tokens)
+        count = -(-length // PAGE_SIZE)
         caches.append(TrunkCache(pages=range(page, page + count)))
         page += count
     return caches
@@ -313,43 +313,25 @@ class HostArena:
             raise ValueError(f"a round of {needed} does not fit {self.capacity}")
         self._zero[:] = 0
         self._inert[:] = -1
-
+        rows, nodes, requests, reads = _interleaved(layouts)
+        t, n = rows.shape[1], nodes.shape[1]
+        positions, starts = rows[1], nodes[2]
         resumed = np.array([cache.length for cache in caches], np.int32)
-        resumes = bool(resumed.any())
-        first = parents = row = 0  # the next segment, segment with children, and stream row
-        bases: list[NDArray[np.int64]] = []  # by level: the first segment of each request
-        for level in range(max((x.depth for x in layouts), default=0)):
-            present = [x for x in layouts if x.depth > level]
-            counts = np.array([len(x.lengths[level]) if x.depth > level else 0 for x in layouts])
-            sizes = [len(x.tokens[level]) if x.depth > level else 0 for x in layouts]
-            base = first + counts.cumsum() - counts
-            lengths, starts = _joined([x.lengths[level] for x in present]), _joined([x.starts[level] for x in present])
-            n, end = len(lengths), row + sum(sizes)
-            segments, stream = slice(first, first + n), slice(row, end)
-            view["tokens"][stream] = _joined([x.tokens[level] for x in present])
-            positions = _joined([x.positions[level] for x in present])
-            if resumes:
-                positions, starts = positions + np.repeat(resumed, sizes), starts + np.repeat(resumed, counts)
-            view["positions"][:, stream] = positions
-            owners = _joined([x.owners[level] for x in present])
-            shift = base[0] if len(layouts) == 1 else np.repeat(base, sizes)
-            np.add(owners, shift, out=view["row_segments"][stream], casting="same_kind")
-            view["segment_offsets"][first + 1 : first + 1 + n] = lengths.cumsum() + row
-            view["segment_levels"][segments] = level
-            view["segment_starts"][segments] = starts
-            if level:
-                above = bases[-1] if len(layouts) == 1 else np.repeat(bases[-1], counts)
-                view["segment_parents"][segments] = _joined([x.parents[level] for x in present]) + above
-            with_children = np.flatnonzero(_joined([x.is_parent[level] for x in present]))
-            view["final_slots"][first + with_children] = np.arange(parents, parents + len(with_children))
-            bases.append(base)
-            first, parents, row = first + n, parents + len(with_children), end
-        view["segment_offsets"][first + 1 :] = row
-        view["tokens"][row:] = 0
-        view["positions"][:, row:] = 0
-        view["row_segments"][row:] = -1
-        if not layouts:
-            return
+        if resumed.any():
+            starts = starts + resumed[requests]
+            positions = positions + resumed[requests][rows[2]]
+        for name, values, unused in (("tokens", rows[0], 0), ("row_segments", rows[2], -1)):
+            view[name][:t] = values
+            view[name][t:] = unused
+        view["positions"][:, :t] = positions
+        view["positions"][:, t:] = 0
+        view["segment_offsets"][1 : n + 1] = nodes[0]
+        view["segment_offsets"][n + 1 :] = t
+        view["segment_levels"][:n] = nodes[1]
+        view["segment_starts"][:n] = starts
+        view["segment_parents"][:n] = nodes[3]
+        view["final_slots"][:n] = nodes[4]
+        view["readout_rows"][: len(reads)] = reads
 
         page = 0
         for i, cache in enumerate(caches):
@@ -362,21 +344,49 @@ class HostArena:
                 view["segment_pages"][i] = page
                 view["page_table"][page : page + len(cache.pages)] = cache.pages
                 page += len(cache.pages)
-        request = np.repeat(np.arange(len(layouts)), [len(x.read_rows) for x in layouts])
-        read = np.stack(bases)[_joined([x.read_levels for x in layouts]), request]
-        read += _joined([x.read_nodes for x in layouts])
-        view["readout_rows"][: len(read)] = view["segment_offsets"][read] + _joined([x.read_rows for x in layouts])
 
 
-def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+_Rows: TypeAlias = NDArray[np.int32]
+
+
+def _interleaved(layouts: Sequence[TreeLayout]) -> tuple[_Rows, _Rows, _Rows, _Rows]:
+    """The ``rows``, ``nodes`` and ``reads`` of several trees in one stream, level by level and within a level request
+    by request, and each node's request."""
+    if len(layouts) == 1:
+        (only,) = layouts
+        return only.rows, only.nodes, np.zeros(only.num_nodes, np.int32), only.reads
+    if not layouts:
+        return np.empty((3, 0), np.int32), np.empty((5, 0), np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
+    pieces = [
+        (level, i, *x.level_rows[level : level + 2], *x.level_nodes[level : level + 2])
+        for level in range(max(x.depth for x in layouts))
+        for i, x in enumerate(layouts)
+        if x.depth > level
+    ]
+    level, request, row, row_end, node, node_end = np.array(pieces, np.int32).T
+    num_rows, num_nodes = row_end - row, node_end - node
+    # How much further from the front a piece stands than in its own tree.
+    further_row = np.cumsum(num_rows, dtype=np.int32) - num_rows - row
+    further_node = np.cumsum(num_nodes, dtype=np.int32) - num_nodes - node
+    rows = np.concatenate([layouts[i].rows[:, a:b] for _, i, a, b, _, _ in pieces], axis=1)
+    nodes = np.concatenate([layouts[i].nodes[:, a:b] for _, i, _, _, a, b in pieces], axis=1)
+    requests = np.repeat(request, num_nodes)
+    rows[2] += np.repeat(further_node, num_rows)
+    nodes[0] += np.repeat(further_row, num_nodes)
+    further = np.zeros((2, MAX_DEPTH, len(layouts)), np.int32)
+    further[:, level, request] = further_row, further_node
+    nodes[3] += np.where(nodes[1] > 0, further[1, nodes[1] - 1, requests], 0)
+    has_children = nodes[4] >= 0
+    nodes[4] = np.where(has_children, has_children.cumsum() - 1, -1)
+    reads = [x.reads + further[0, x.nodes[1, x.rows[2, x.reads]], i] for i, x in enumerate(layouts)]
+    return rows, nodes, requests, np.concatenate(reads)
 
 
 def _needed(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -> StreamCapacity:
     return StreamCapacity(
         tokens=max(1, sum(x.num_tokens for x in layouts)),
         segments=max(1, sum(x.num_nodes for x in layouts)),
-        readouts=max(1, sum(len(x.read_rows) for x in layouts)),
+        readouts=max(1, sum(len(x.reads) for x in layouts)),
         pages=sum(len(cache.pages) for cache in caches),
         depth=max([2, *(x.depth for x in layouts)]),
     )
@@ -390,7 +400,7 @@ def _check_caches(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -
     if len(set(written)) < len(written) or not read.isdisjoint(written):
         raise ValueError("no state slot is saved to twice in a round, or saved to while a trunk resumes from it")
     for layout, cache in zip(layouts, caches, strict=True):
-        _check_cache(cache, cache.length + len(layout.tokens[0]))
+        _check_cache(cache, cache.length + layout.trunk_length)
 
 
 def _check_cache(cache: TrunkCache, total: int) -> None:

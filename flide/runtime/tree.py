@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,32 +66,24 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLayout:
-    """A tree as arrays, level by level: all that laying out a round needs to know of a request, worked out once.
+    """A tree as arrays, level by level: its stream if it were alone in a round, worked out once.
 
-    Shapes: n_l nodes of level l, N readout rows. Within a level nodes stand in depth-first order.
+    Shapes: T tokens, S nodes, N readout rows. Nodes stand level by level, within a level in depth-first order, and
+    tokens node by node.
 
     Attributes:
-        tokens: token ids of each level, int32.
-        positions: how many tokens stand before each one on its path, int32.
-        owners: the node each token belongs to, counted in its level, int32.
-        lengths: ``[n_l]`` tokens of each node.
-        starts: ``[n_l]`` tokens before each node on its own path.
-        parents: ``[n_l]`` each node's parent, counted in the level above.
-        is_parent: ``[n_l]`` whether a node has children.
-        read_levels, read_nodes, read_rows: ``[N]`` each readout row: its node's level, the node counted in that level,
-            and the row in the node. In depth-first order of the tree.
+        rows: ``[3, T]`` int32: token id, how many tokens stand before it on its path, its node.
+        nodes: ``[5, S]`` int32: end (rows up to its last one), level, tokens before it on its path, parent (-1 none),
+            place among the nodes with children (-1 without).
+        level_rows, level_nodes: ``[levels + 1]`` where the rows and nodes of each level begin, and their number.
+        reads: ``[N]`` int32 readout rows, in depth-first order of the tree.
     """
 
-    tokens: tuple[NDArray[np.int32], ...]
-    positions: tuple[NDArray[np.int32], ...]
-    owners: tuple[NDArray[np.int32], ...]
-    lengths: tuple[NDArray[np.int64], ...]
-    starts: tuple[NDArray[np.int64], ...]
-    parents: tuple[NDArray[np.int64], ...]
-    is_parent: tuple[NDArray[np.bool_], ...]
-    read_levels: NDArray[np.int64]
-    read_nodes: NDArray[np.int64]
-    read_rows: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    nodes: NDArray[np.int32]
+    level_rows: tuple[int, ...]
+    level_nodes: tuple[int, ...]
+    reads: NDArray[np.int32]
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreeLayout:
@@ -114,43 +107,47 @@ class TreeLayout:
 
         visit(tree, 0, 0, -1)
         used = [level for level in levels if level]
-        read = np.array(reads, dtype=np.int64).reshape(-1, 3)
-        lengths = tuple(np.array([len(x.tokens) for x, _, _ in level]) for level in used)
-        starts = tuple(np.array([start for _, start, _ in level]) for level in used)
-        ahead = [
-            s - (n.cumsum() - n) for s, n in zip(starts, lengths, strict=True)
-        ]  # of each node's place in its level
-        return cls(
-            tokens=tuple(np.concatenate([np.asarray(x.tokens, np.int32) for x, _, _ in level]) for level in used),
-            positions=tuple(
-                np.arange(n.sum(), dtype=np.int32) + np.repeat(x.astype(np.int32), n)
-                for x, n in zip(ahead, lengths, strict=True)
-            ),
-            owners=tuple(np.repeat(np.arange(len(n), dtype=np.int32), n) for n in lengths),
-            lengths=lengths,
-            starts=starts,
-            parents=tuple(np.array([parent for _, _, parent in level]) for level in used),
-            is_parent=tuple(np.array([bool(x.children) for x, _, _ in level]) for level in used),
-            read_levels=read[:, 0],
-            read_nodes=read[:, 1],
-            read_rows=read[:, 2],
-        )
+        level_nodes = (0, *itertools.accumulate(map(len, used)))
+        flat = [node for these in used for node, _, _ in these]
+        starts = np.array([start for these in used for _, start, _ in these], np.int32)
+        lengths = np.array([len(node.tokens) for node in flat], np.int32)
+        has_children = np.array([bool(node.children) for node in flat])
+        ends = lengths.cumsum(dtype=np.int32)
+        begins = ends - lengths
+        nodes = np.empty((5, len(flat)), np.int32)
+        nodes[0] = ends
+        nodes[1] = np.repeat(np.arange(len(used)), np.diff(level_nodes))
+        nodes[2] = starts
+        nodes[3] = [parent for these in used for _, _, parent in these]
+        nodes[3] += np.where(nodes[1] > 0, np.array(level_nodes)[nodes[1] - 1], 0)
+        nodes[4] = np.where(has_children, has_children.cumsum() - 1, -1)
+        rows = np.empty((3, int(ends[-1])), np.int32)
+        np.concatenate([np.asarray(node.tokens, np.int32) for node in flat], out=rows[0])
+        rows[1] = np.arange(rows.shape[1], dtype=np.int32) + np.repeat(starts - begins, lengths)
+        rows[2] = np.repeat(np.arange(len(flat), dtype=np.int32), lengths)
+        level_rows = (0, *ends[np.array(level_nodes[1:]) - 1].tolist())
+        read = np.array([(level_nodes[level] + index, row) for level, index, row in reads], np.int32).reshape(-1, 2)
+        return cls(rows, nodes, level_rows, level_nodes, begins[read[:, 0]] + read[:, 1])
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(tokens) for tokens in self.tokens)
+        return len(self.rows[0])
 
     @property
     def num_nodes(self) -> int:
-        return sum(len(lengths) for lengths in self.lengths)
+        return len(self.nodes[0])
 
     @property
     def num_parents(self) -> int:
-        return sum(int(is_parent.sum()) for is_parent in self.is_parent)
+        return int((self.nodes[4] >= 0).sum())
+
+    @property
+    def trunk_length(self) -> int:
+        return self.level_rows[1]
 
     @property
     def depth(self) -> int:
-        return len(self.lengths)
+        return len(self.level_nodes) - 1
 
 
 def longest_common_prefix(sequences: Sequence[Sequence[int]]) -> int:

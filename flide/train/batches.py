@@ -140,7 +140,7 @@ def fingerprint(examples: Sequence[Example], weights: Mapping[str, Tensor]) -> s
         digest.update(flat[:: max(1, len(flat) // SAMPLES)].float().cpu().numpy().tobytes())
     for example in examples:
         layout = example.prepared.layout
-        for array in (*layout.tokens, *layout.lengths, *layout.parents, example.prepared.reads.columns_QO):
+        for array in (layout.rows, layout.nodes, example.prepared.reads.columns_QO):
             digest.update(np.ascontiguousarray(array).tobytes())
             digest.update(b"|")
         digest.update(repr(list(example.row.targets.values())).encode())
