@@ -64,7 +64,7 @@ def needed_by(tree: TokenTree | TreeLayout) -> StreamCapacity:
     return StreamCapacity(
         tokens=max(1, layout.num_tokens),
         segments=layout.num_nodes,
-        readouts=max(1, len(layout.reads)),
+        readouts=max(1, layout.num_reads),
         pages=-(-layout.trunk_length // PAGE_SIZE),
         depth=max(2, layout.depth),
     )

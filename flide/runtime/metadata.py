@@ -350,11 +350,11 @@ _Rows: TypeAlias = NDArray[np.int32]
 
 
 def _interleaved(layouts: Sequence[TreeLayout]) -> tuple[_Rows, _Rows, _Rows, _Rows]:
-    """The ``rows``, ``nodes`` and ``reads`` of several trees in one stream, level by level and within a level request
-    by request, and each node's request."""
+    """The ``rows`` and ``nodes`` of several trees in one stream, level by level and within a level request by request,
+    each node's request, and the readout rows."""
     if len(layouts) == 1:
         (only,) = layouts
-        return only.rows, only.nodes, np.zeros(only.num_nodes, np.int32), only.reads
+        return only.rows, only.nodes, np.zeros(only.num_nodes, np.int32), only.reads[0]
     if not layouts:
         return np.empty((3, 0), np.int32), np.empty((5, 0), np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
     pieces = [
@@ -378,15 +378,16 @@ def _interleaved(layouts: Sequence[TreeLayout]) -> tuple[_Rows, _Rows, _Rows, _R
     nodes[3] += np.where(nodes[1] > 0, further[1, nodes[1] - 1, requests], 0)
     has_children = nodes[4] >= 0
     nodes[4] = np.where(has_children, has_children.cumsum() - 1, -1)
-    reads = [x.reads + further[0, x.nodes[1, x.rows[2, x.reads]], i] for i, x in enumerate(layouts)]
-    return rows, nodes, requests, np.concatenate(reads)
+    reads = np.concatenate([x.reads for x in layouts], axis=1)
+    read_requests = np.repeat(np.arange(len(layouts)), [len(x.reads[0]) for x in layouts])
+    return rows, nodes, requests, reads[0] + further[0, reads[1], read_requests]
 
 
 def _needed(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -> StreamCapacity:
     return StreamCapacity(
         tokens=max(1, sum(x.num_tokens for x in layouts)),
         segments=max(1, sum(x.num_nodes for x in layouts)),
-        readouts=max(1, sum(len(x.reads) for x in layouts)),
+        readouts=max(1, sum(x.num_reads for x in layouts)),
         pages=sum(len(cache.pages) for cache in caches),
         depth=max([2, *(x.depth for x in layouts)]),
     )

@@ -89,7 +89,7 @@ class PreparedRequest:
         """``reads``: None where the options of a question have the first columns of its only row."""
         layout = TreeLayout.of(tree)
         reads = reads or OptionReads.of([range(count) for count in num_options])
-        assert reads.num_rows == len(layout.reads), "every row that is read belongs to an option"
+        assert reads.num_rows == layout.num_reads, "every row that is read belongs to an option"
         return cls(request, tree, num_options, layout, needed_by(layout), reads)
 
     def alone(self) -> list[PreparedRequest]:

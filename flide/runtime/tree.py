@@ -76,7 +76,7 @@ class TreeLayout:
         nodes: ``[5, S]`` int32: end (rows up to its last one), level, tokens before it on its path, parent (-1 none),
             place among the nodes with children (-1 without).
         level_rows, level_nodes: ``[levels + 1]`` where the rows and nodes of each level begin, and their number.
-        reads: ``[N]`` int32 readout rows, in depth-first order of the tree.
+        reads: ``[2, N]`` int32 readout row and its level, in depth-first order of the tree.
     """
 
     rows: NDArray[np.int32]
@@ -126,8 +126,8 @@ class TreeLayout:
         rows[1] = np.arange(rows.shape[1], dtype=np.int32) + np.repeat(starts - begins, lengths)
         rows[2] = np.repeat(np.arange(len(flat), dtype=np.int32), lengths)
         level_rows = (0, *ends[np.array(level_nodes[1:]) - 1].tolist())
-        read = np.array([(level_nodes[level] + index, row) for level, index, row in reads], np.int32).reshape(-1, 2)
-        return cls(rows, nodes, level_rows, level_nodes, begins[read[:, 0]] + read[:, 1])
+        read = np.array([(level_nodes[level] + i, row, level) for level, i, row in reads], np.int32).reshape(-1, 3)
+        return cls(rows, nodes, level_rows, level_nodes, np.stack([begins[read[:, 0]] + read[:, 1], read[:, 2]]))
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +136,10 @@ class TreeLayout:
     @property
     def num_nodes(self) -> int:
         return len(self.nodes[0])
+
+    @property
+    def num_reads(self) -> int:
+        return len(self.reads[0])
 
     @property
     def num_parents(self) -> int:
