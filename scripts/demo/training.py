@@ -44,7 +44,7 @@ FIRST_PLAIN_ID = 256  # ids below are single bytes
 SORTED_BATCHES = 32  # that are filled by length together, so that padding is small
 # Lengths that batches are padded to, all whole chunks: few, since each pair of them is a CUDA graph.
 TRUNK_LENGTHS, BRANCH_LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024), (48, 64, 96, 128, 192, 256, 512)
-ROWS_PER_QUESTION = 0.4  # at most, of a batch that is padded
+ROWS_PER_QUESTION = 0.25  # at most, of a batch that is padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +62,12 @@ class DemoConfig:
         seed: of the weights and the order.
     """
 
-    rows: int = 200_000
+    rows: int = 300_000
     val_rows: int = 2_000
     test_rows: int = 3_000
     steps: int = 4_500
     batch_questions: int = 576
-    lr: float = 1e-3
+    lr: float = 1.5e-3
     warmup: int = 300
     weight_decay: float = 0.05
     next_token_weight: float = 0.1
