@@ -2,9 +2,11 @@
 
     python -m scripts.bench_server http://127.0.0.1:8000 --workload race,quality_all [--clients 1,8,64,256]
 
-Bodies have as many questions as the workload, and about as many tokens: the server's own count is printed. Clients are
-spread over processes and speak HTTP/1.1 over kept connections with prepared bytes. Their own ceiling is measured
-against /health first: a rate near it says nothing about the server. Last line: one JSON object.
+Bodies have the questions and the tokens of the workload: they are made longer or shorter until the server counts the
+right number, which is printed. Questions have four options. Clients are spread over processes and speak HTTP/1.1 over
+kept connections with prepared bytes. After a second of ramp, latencies are those of requests sent within the measured
+time and the rate is of answers within it. The clients' own ceiling is measured against /health first: a rate near it
+says nothing about the server. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -17,69 +19,95 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from scripts.workloads import FIXED, Shape
 
-CHARACTERS_PER_TOKEN = 6.4  # of the words below in a large vocabulary
-WORDS = [
-    "the",
-    "customer",
-    "order",
-    "parcel",
-    "invoice",
-    "refund",
-    "account",
-    "please",
-    "today",
-    "broken",
-    "late",
-    "again",
-    "update",
-    "payment",
-    "address",
-    "courier",
-    "support",
-    "team",
-    "answer",
-    "number",
-    "button",
-    "error",
-    "screen",
-    "battery",
-    "delivery",
-    "return",
-    "exchange",
-    "price",
-    "discount",
-    "week",
-    "morning",
-]
-QUESTION_TOKENS = 60  # of a question's frame: type, option labels, chat template
+# Each of these, behind a blank, is one token of every large vocabulary.
+VOCABULARY = (
+    "the customer order parcel invoice refund account please today broken late again update payment address courier "
+    "support team answer number button error screen battery delivery return exchange price discount week morning"
+)
+WORDS = VOCABULARY.split()
+OPTIONS = ("first", "second", "third", "fourth")
+TRIES = 8  # of making a body as long as it should be
+RAMP = 1.0  # seconds before counting begins
 
 
-def body(shape: Shape, seed: int) -> bytes:
-    """A System One body of about the shape's tokens, of its own words."""
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How many words the state and each question of a body have."""
+
+    state: int
+    question: int
+
+
+def body(words: Words, questions: int, seed: int) -> bytes:
+    """A System One body of its own words. Its first two questions begin differently, so that they share the state and
+    no more."""
     rng = random.Random(seed)
-    questions = {
+    asked = {
         f"q{i}": {
             "type": "choice",
-            "instructions": text(rng, max(1, tokens - QUESTION_TOKENS)),
-            "criteria": {"yes": None, "no": None, "unclear": None},
+            "instructions": text(rng, words.question, first=WORDS[i % 2]),
+            "criteria": dict.fromkeys(OPTIONS),
         }
-        for i, tokens in enumerate(shape.branches)
+        for i in range(questions)
     }
-    state = text(rng, max(1, shape.trunk - QUESTION_TOKENS))
-    return json.dumps({"model": "jev-latest", "state": state, "questions": questions}).encode()
+    return json.dumps({"model": "jev-latest", "state": text(rng, words.state), "questions": asked}).encode()
 
 
-def text(rng: random.Random, tokens: int) -> str:
-    words: list[str] = []
-    while sum(map(len, words)) + len(words) < tokens * CHARACTERS_PER_TOKEN:
-        words.append(rng.choice(WORDS))
-    return " ".join(words)
+def text(rng: random.Random, words: int, *, first: str = "The") -> str:
+    return " ".join([first, *rng.choices(WORDS, k=max(1, words) - 1)])
+
+
+def fitted(shape: Shape, ask: Callable[[bytes], int], *, bodies: int) -> tuple[list[bytes], list[int]]:
+    """Bodies whose trunk and branches have the shape's tokens, and how many tokens each has.
+
+    Args:
+        shape: with branches of one length.
+        ask: the server's own count of a body's tokens.
+        bodies: how many.
+    """
+    branch, count = shape.branches[0], len(shape.branches)
+
+    def branch_tokens(words: int) -> int:  # what a third question costs
+        return ask(body(Words(1, words), 3, 0)) - ask(body(Words(1, words), 2, 0))
+
+    question, _ = solve(branch_tokens, branch, start=max(1, branch - 40))
+    state = max(1, shape.trunk - 10)
+    made: list[bytes] = []
+    tokens: list[int] = []
+    for seed in range(bodies):
+
+        def total(words: int, seed: int = seed) -> int:
+            return ask(body(Words(words, question), count, seed))
+
+        state, found = solve(total, shape.rows, start=state)
+        made.append(body(Words(state, question), count, seed))
+        tokens.append(found)
+    return made, tokens
+
+
+def solve(measure: Callable[[int], int], target: int, *, start: int) -> tuple[int, int]:
+    """The number of words, at least 1, whose measure is nearest to a target, and that measure. By secants."""
+    seen = {start: measure(start)}
+    last, slope = start, 1.0
+    for _ in range(TRIES):
+        off = target - seen[last]
+        words = max(1, last + (round(off / slope) or (off > 0) - (off < 0)))
+        if words in seen:
+            break
+        seen[words] = measure(words)
+        slope = max(1.0, (seen[words] - seen[last]) / (words - last))
+        last = words
+    best = min(seen, key=lambda words: abs(target - seen[words]))
+    return best, seen[best]
 
 
 def request(path: str, host: str, data: bytes | None, key: str | None) -> bytes:
@@ -99,42 +127,65 @@ async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, d
     return int(lines[0].split()[1]), await reader.readexactly(length)
 
 
-async def client(host: str, port: int, requests: list[bytes], seconds: float) -> tuple[list[float], int]:
-    """Milliseconds of each answer, and how many were no 200."""
+@dataclass(slots=True)
+class Counts:
+    """What one client, or several, saw: milliseconds of each request that was sent while counting, how many were
+    answered meanwhile, and how many were no 200."""
+
+    times: list[float] = field(default_factory=list)
+    answered: int = 0
+    failed: int = 0
+
+
+async def client(host: str, port: int, requests: list[bytes], begin: float, end: float) -> Counts:
+    """Ask again and again from now on; count between two times of the monotonic clock, which processes share."""
     reader, writer = await asyncio.open_connection(host, port)
-    times: list[float] = []
-    failed = index = 0
-    end = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < end:
+    counts = Counts()
+    index = 0
+    while (sent := time.monotonic()) < end:
         status, _ = await exchange(reader, writer, requests[index % len(requests)])
-        times.append((time.perf_counter() - began) * 1e3)
-        failed += status != 200
+        done = time.monotonic()
+        if sent >= begin:
+            counts.times.append((done - sent) * 1e3)
+        counts.answered += begin <= done < end
+        counts.failed += status != 200
         index += 1
     writer.close()
-    return times, failed
+    return counts
 
 
-def process(host: str, port: int, per_client: list[list[bytes]], seconds: float) -> tuple[list[float], int]:
-    async def run() -> list[tuple[list[float], int]]:
-        return await asyncio.gather(*(client(host, port, requests, seconds) for requests in per_client))
+def process(host: str, port: int, per_client: list[list[bytes]], begin: float, end: float) -> Counts:
+    async def run() -> list[Counts]:
+        return await asyncio.gather(*(client(host, port, requests, begin, end) for requests in per_client))
 
-    results = asyncio.run(run())
-    return [t for times, _ in results for t in times], sum(failed for _, failed in results)
+    return together(asyncio.run(run()))
+
+
+def together(parts: Sequence[Counts]) -> Counts:
+    return Counts(
+        [t for part in parts for t in part.times],
+        sum(part.answered for part in parts),
+        sum(part.failed for part in parts),
+    )
 
 
 def measure(host: str, port: int, requests: list[bytes], clients: int, seconds: float) -> dict[str, Any]:
     processes = min(clients, os.cpu_count() or 1, 8)
-    shares = [[requests[c:] + requests[:c] for c in range(p, clients, processes)] for p in range(processes)]
+    # Every client starts elsewhere.
+    rotated = [requests[c % len(requests) :] + requests[: c % len(requests)] for c in range(clients)]
     with ProcessPoolExecutor(processes) as pool:
-        work = [pool.submit(process, host, port, share, seconds) for share in shares]
-        parts = [job.result() for job in work]
-    times = sorted(t for part, _ in parts for t in part)
-    cuts = statistics.quantiles(times, n=100) if len(times) > 1 else [times[0]] * 99
+        begin = time.monotonic() + RAMP
+        work = [
+            pool.submit(process, host, port, rotated[p::processes], begin, begin + seconds) for p in range(processes)
+        ]
+        counts = together([job.result() for job in work])
+    times = sorted(counts.times)
+    cuts = statistics.quantiles(times, n=100) if len(times) > 1 else (times or [float("nan")]) * 99
     return {
         "clients": clients,
         "requests": len(times),
-        "failed": sum(failed for _, failed in parts),
-        "requests_per_s": len(times) / seconds,
+        "failed": counts.failed,
+        "requests_per_s": counts.answered / seconds,
         "p50_ms": cuts[49],
         "p95_ms": cuts[94],
         "p99_ms": cuts[98],
@@ -171,24 +222,30 @@ def main() -> int:
         )
         result["ceiling"].append(row)
         show("/health", row)
+    headers = {"Content-Type": "application/json"}
+    if arguments.api_key is not None:
+        headers["Authorization"] = f"Bearer {arguments.api_key}"
+    connection = HTTPConnection(host, port, timeout=120)
+
+    def ask(data: bytes) -> int:
+        connection.request("POST", f"{prefix}/v1/systemone", data, headers)
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            sys.exit(f"the server answers {response.status}")
+        return int(json.loads(answer)["usage"]["input_tokens"])
+
     for name in names:
-        bodies = [body(FIXED[name], seed) for seed in range(arguments.bodies)]
+        bodies, tokens = fitted(FIXED[name], ask, bodies=arguments.bodies)
         requests = [request(f"{prefix}/v1/systemone", url.netloc, data, arguments.api_key) for data in bodies]
-
-        async def ask_once(data: bytes = requests[0]) -> tuple[int, bytes]:
-            return await exchange(*await asyncio.open_connection(host, port), data)
-
-        status, answer = asyncio.run(ask_once())
-        if status != 200:
-            print(f"{name}: the server answers {status}", file=sys.stderr)
-            return 1
-        tokens = json.loads(answer)["usage"]["input_tokens"]
         rows = []
         for clients in counts:
             rows.append(measure(host, port, requests, clients, arguments.seconds))
             failed += rows[-1]["failed"]
-            show(name, {"tokens": tokens, **rows[-1]})
-        result["workloads"][name] = {"tokens": tokens, "body_bytes": len(bodies[0]), "rows": rows}
+            show(name, {"tokens": statistics.mean(tokens), **rows[-1]})
+        spread = {"tokens": FIXED[name].rows, "fewest_tokens": min(tokens), "most_tokens": max(tokens)}
+        result["workloads"][name] = {**spread, "body_bytes": len(bodies[0]), "rows": rows}
+    connection.close()
     print(json.dumps(result))
     return 1 if failed else 0
 
