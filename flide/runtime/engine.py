@@ -176,7 +176,15 @@ class Engine:
         Raises:
             RequestError: the request is invalid, or the model's prompt or head has no place for it.
         """
-        return PreparedRequest.encode(parse_request(request), self.format, self._head, depth=self._depth)
+        return self.encode(parse_request(request))
+
+    def encode(self, request: DecisionRequest) -> PreparedRequest:
+        """:meth:`prepare` of what ``parse_request`` or ``parse_body`` returned.
+
+        Raises:
+            RequestError: the model's prompt or head has no place for it.
+        """
+        return PreparedRequest.encode(request, self.format, self._head, depth=self._depth)
 
     def submit(self, prepared: PreparedRequest) -> Future[Decision]:
         """Queue a prepared request and return; cancelling the future drops it unless its round has begun.

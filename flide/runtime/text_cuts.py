@@ -15,9 +15,9 @@ from tokenizers.models import BPE
 
 __all__ = ["cut", "last_cut", "splits_at_safe_boundaries"]
 
-# Most characters of a piece of a long text, where it can be cut: enough that starting a piece costs nothing, few enough
-# that a state of some thousand words keeps several cores busy.
-_PIECE = 4096
+# Characters of a piece of a text, where it can be cut, and how many pieces are enough: starting one costs little (a
+# hundredth of encoding the shortest), and even a short text should not have to wait for a single core.
+_SHORTEST, _LONGEST, _ENOUGH = 512, 4096, 32
 
 # Letters (\p{L}) that NFC leaves alone: Latin, Greek, Cyrillic, kana, Chinese, Hangul; all older than any Unicode table
 # in use. What may follow them: ASCII without letters, the comma and the full stops of Chinese and Japanese.
@@ -86,14 +86,15 @@ def _settings(part: Any) -> Any:
 
 
 def cut(text: str) -> list[str]:
-    """``text`` in pieces of about ``_PIECE`` characters, cut at safe boundaries only (longer where there are none)."""
+    """``text`` in pieces of about equal length, cut at safe boundaries only (longer where there are none)."""
+    most = min(_LONGEST, max(_SHORTEST, len(text) // _ENOUGH))
     pieces = []
     start = 0
-    while len(text) - start > _PIECE:
+    while len(text) - start > most:
         # One character more than the piece: a boundary is seen by what follows it.
-        found = _LAST_CUT.match(text, start, start + _PIECE + 1)
+        found = _LAST_CUT.match(text, start, start + most + 1)
         if found is None or found.end() == start:
-            found = _NEXT_CUT.search(text, start + _PIECE)
+            found = _NEXT_CUT.search(text, start + most)
         if found is None:
             break
         pieces.append(text[start : found.end()])

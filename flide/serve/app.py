@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -43,6 +45,7 @@ logger = logging.getLogger("flide.serve")
 ALIAS = "jev-latest"  # always served
 REQUEST_ID = "x-typesafe-request-id"
 OPENAI_REQUEST_ID = "x-request-id"  # the same id
+MOST_READERS = 8
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -70,8 +73,10 @@ class DecisionServer:
             waiting_tokens=lambda: self.scheduler.waiting_tokens,
             running_tokens=lambda: self.scheduler.running_tokens,
         )
-        # Reading requests must leave a core to the engine, and to the event loop.
-        self._readers = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="flide-read")
+        # Reading requests must leave a core to the engine, and to the event loop. Many readers would only wait for the
+        # interpreter: what takes long, encoding a long text, is spread over all cores anyway.
+        readers = min(MOST_READERS, max(1, (os.cpu_count() or 2) - 1))
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="flide-read")
         self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
         self._started = datetime.now(UTC).date().isoformat()
 
@@ -96,7 +101,7 @@ class DecisionServer:
 
     async def systemone(self, request: Request) -> Response:
         decision, headers = await self._decide(request, self._prepare)
-        return JSONResponse(decision.to_dict(), headers=headers)
+        return _Json(decision.to_dict(), headers=headers)
 
     async def decisions(self, request: Request) -> Response:
         """OpenAI's shape, and System One's as on its own route."""
@@ -116,7 +121,7 @@ class DecisionServer:
 
         decision, headers = await self._decide(request, prepare)
         answer = decision.to_dict() if translated is None else translated.response(decision)
-        return JSONResponse(answer, headers=headers)
+        return _Json(answer, headers=headers)
 
     async def _decide(
         self, request: Request, prepare: Callable[[bytes], PreparedRequest]
@@ -185,29 +190,25 @@ class DecisionServer:
         if len(request.questions) > self.config.max_questions:
             message = f"Input should have at most {self.config.max_questions} questions, not {len(request.questions)}"
             raise RequestError([{"loc": place("questions"), "msg": message, "type": "too_long"}])
-        return self.engine.prepare(request)
+        return self.engine.encode(request)
 
     def _check_model(self, name: str) -> None:
         if name != ALIAS and name not in self.names:
             raise faults.no_such_model()
 
     async def _answer(self, request: Request, prepared: PreparedRequest) -> Ticket:
-        """Wait for the answer, and for the client to leave."""
-        deciding = asyncio.ensure_future(self.scheduler.decide(prepared, request.state.key))
-        leaving = asyncio.ensure_future(_gone(request))
-        try:
-            await asyncio.wait(
-                (deciding, leaving), timeout=self.config.request_timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-            if deciding.done():
-                return deciding.result()
-            if leaving.done():
-                raise ClientDisconnect
-            raise faults.unavailable("The request took too long.")
-        finally:
-            for task in (deciding, leaving):
-                task.cancel()
-            await asyncio.gather(deciding, leaving, return_exceptions=True)
+        """Wait for the answer, unless the client leaves or it takes too long."""
+        with self.scheduler.ticket(prepared, request.state.key) as ticket:
+            leaving = asyncio.ensure_future(_gone(request))
+            leaving.add_done_callback(lambda _: ticket.give_up(ClientDisconnect()))
+            too_late = faults.unavailable("The request took too long.")
+            late = asyncio.get_running_loop().call_later(self.config.request_timeout, ticket.give_up, too_late)
+            try:
+                await ticket.answer
+            finally:
+                leaving.cancel()
+                late.cancel()
+            return ticket
 
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:
         """A handler behind its key, whose faults become responses and are counted."""
@@ -244,12 +245,22 @@ class DecisionServer:
         self._readers.shutdown(cancel_futures=True)
 
 
+class _Json(JSONResponse):
+    """Starlette's, without a new encoder for every response."""
+
+    _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+    def render(self, content: Any) -> bytes:
+        return self._encode(content).encode()
+
+
 class _Envelope:
     """What every response has, whoever made it: an id; and, on this machine alone, a ``Host`` that is this machine's,
     so that no page in a browser can ask in its user's name."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app, self._config = app, config
+        self._app = app
+        self._bound = config.host if config.is_local else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -267,9 +278,7 @@ class _Envelope:
                 message["headers"] = [*message["headers"], *ids]
             await send(message)
 
-        if self._config.is_local and not _is_this_machine(
-            headers.get(b"host", b"").decode("latin-1"), self._config.host
-        ):
+        if self._bound is not None and not _is_this_machine(headers.get(b"host", b"").decode("latin-1"), self._bound):
             fault = Fault.of(403, "permission_error", "The Host header names another machine.")
             await _refusal_at(scope["path"])(fault)(scope, receive, send_with_id)
             return

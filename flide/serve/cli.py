@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from flide.console import add_temperature_options, given_temperatures, tell
 from flide.errors import FlideError
 
 BACKLOG = 2048  # connections that wait to be accepted
+SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
 NEEDED = ("starlette", "uvicorn", "zstandard", "prometheus_client")
 
 
@@ -99,6 +101,7 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     if engine_config.resolve_device().type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is for sockets and bodies
+    sys.setswitchinterval(SWITCH_SECONDS)
     tell("making the model ready")
     engine = (
         Engine.default(engine_config)
@@ -118,6 +121,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 log_config=None,
                 log_level=arguments.log_level,
                 access_log=False,
+                proxy_headers=False,  # nothing asks for the client's address
                 server_header=False,
                 timeout_graceful_shutdown=int(config.request_timeout) + 1,
             )

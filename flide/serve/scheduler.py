@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -41,6 +41,11 @@ class Ticket:
     started: float | None = None
     ended: float | None = None
     running: Future[Decision] | None = field(default=None, repr=False)
+
+    def give_up(self, error: Exception) -> None:
+        """Raise an error where the answer is awaited, unless it is there."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Scheduler:
@@ -74,12 +79,13 @@ class Scheduler:
         self.waiting = self.waiting_tokens = self.running_tokens = 0
         self._draining = False
 
-    async def decide(self, prepared: PreparedRequest, key: str) -> Ticket:
-        """Wait for a request's answer; the ticket has it. Cancelled, it is dropped unless it runs.
+    @contextlib.contextmanager
+    def ticket(self, prepared: PreparedRequest, key: str) -> Iterator[Ticket]:
+        """A request's place in the queue. Its ``answer`` is to be awaited inside, and raises what the engine raised, or
+        503; outside nobody waits for it any more, and it is dropped unless it runs.
 
         Raises:
             Fault: 429, 503, 529.
-            Exception: whatever the engine raised.
         """
         if self._draining:
             raise unavailable("The server is shutting down.")
@@ -99,8 +105,7 @@ class Scheduler:
         expiry = loop.call_later(self._max_wait, self._expire, ticket)
         try:
             self._pump()
-            await ticket.answer
-            return ticket
+            yield ticket
         finally:
             expiry.cancel()
             self._leave(ticket)

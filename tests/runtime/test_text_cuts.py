@@ -39,7 +39,8 @@ def plain() -> Tokenizer:
 
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_cuts, "_PIECE", 7)
+    monkeypatch.setattr(text_cuts, "_SHORTEST", 7)
+    monkeypatch.setattr(text_cuts, "_LONGEST", 7)
 
 
 class TestExactness:
@@ -67,7 +68,7 @@ class TestExactness:
         for text in ("the order is late ", "\u4f60\u597d\uff0c\u4e16\u754c\u3002", '{"a": "b"}\n', "17,23,5\n"):
             pieces = text_cuts.cut(text * 3000)
             assert "".join(pieces) == text * 3000
-            assert all(len(piece) <= text_cuts._PIECE for piece in pieces)
+            assert all(len(piece) <= text_cuts._LONGEST for piece in pieces)
 
     def test_text_without_a_boundary_stays_whole(self, tok: PromptTokenizer, plain: Tokenizer) -> None:
         text = "\u0e2a" * 9000

@@ -199,14 +199,14 @@ def test_keys(engine: Engine) -> None:
 def test_one_request_that_fails_takes_no_other_down(
     engine: Engine, served: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = engine.prepare
+    real = engine.encode
 
-    def prepare(request: Any) -> Any:
+    def encode(request: Any) -> Any:
         if request.state == "fails":
             raise KeyError("a secret state")
         return real(request)
 
-    monkeypatch.setattr(engine, "prepare", prepare)
+    monkeypatch.setattr(engine, "encode", encode)
     responses: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda state=state: responses.append(post(client, body(state=state))))

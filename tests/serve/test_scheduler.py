@@ -60,8 +60,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def decide(scheduler: Scheduler, prepared: PreparedRequest, key: str) -> Ticket:
+    with scheduler.ticket(prepared, key) as ticket:
+        await ticket.answer
+        return ticket
+
+
 def ask(scheduler: Scheduler, key: str = "a", tokens: int = ROUND) -> asyncio.Task[Ticket]:
-    return asyncio.ensure_future(scheduler.decide(request(tokens), key))
+    return asyncio.ensure_future(decide(scheduler, request(tokens), key))
 
 
 def test_the_engine_is_given_two_rounds_and_no_more() -> None:
@@ -104,7 +110,7 @@ def test_keys_take_turns() -> None:
         order: list[str] = []
 
         async def one(key: str) -> None:
-            await scheduler.decide(request(2 * ROUND), key)
+            await decide(scheduler, request(2 * ROUND), key)
             order.append(key)
 
         tasks = [asyncio.ensure_future(one(key)) for key in "aaaabbc"]
@@ -124,13 +130,13 @@ def test_what_is_too_much_is_refused() -> None:
         tasks = [ask(scheduler) for _ in range(4)]
         await settle()
         with pytest.raises(Fault) as caught:
-            await scheduler.decide(request(1), "b")
+            await decide(scheduler, request(1), "b")
         assert caught.value.status == 529
         assert caught.value.headers["Retry-After"] == "1"
         engine.finish(0)
         await settle()
         with pytest.raises(Fault):
-            await scheduler.decide(request(200), "b")  # too many tokens
+            await decide(scheduler, request(200), "b")  # too many tokens
         small = ask(scheduler, tokens=150)
         await settle()
         for index in range(1, 5):
@@ -147,7 +153,7 @@ def test_a_key_has_its_limit() -> None:
         first = ask(scheduler)
         await settle()
         with pytest.raises(Fault) as caught:
-            await scheduler.decide(request(), "a")
+            await decide(scheduler, request(), "a")
         assert caught.value.status == 429
         other = ask(scheduler, "b")
         await settle()
@@ -218,7 +224,7 @@ def test_an_engine_that_refuses_does_not_stop_the_queue() -> None:
         engine.submit = lambda prepared: (_ for _ in ()).throw(RuntimeError("closed"))  # type: ignore[method-assign]
         scheduler._submit = engine.submit
         with pytest.raises(RuntimeError, match="closed"):
-            await scheduler.decide(request(), "a")
+            await decide(scheduler, request(), "a")
         scheduler._submit = submit
         task = ask(scheduler)
         await settle()
@@ -236,7 +242,7 @@ def test_draining_answers_what_was_taken_and_takes_nothing_new() -> None:
         draining = asyncio.ensure_future(scheduler.drain())
         await settle()
         with pytest.raises(Fault) as caught:
-            await scheduler.decide(request(), "a")
+            await decide(scheduler, request(), "a")
         assert caught.value.status == 503
         for index in range(3):
             engine.finish(index)
