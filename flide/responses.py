@@ -80,7 +80,9 @@ def _decision(body: Any, request: DecisionRequest) -> Decision:
         question_id: _answer(body["answers"][question_id], question)
         for question_id, question in request.questions.items()
     }
-    usage = Usage(*(_count(body["usage"][name]) for name in ("input_tokens", "output_tokens")))
+    extras = body.get("x_flide")
+    reused = _count(extras.get("reused_tokens", 0)) if isinstance(extras, dict) else 0  # other servers do not say
+    usage = Usage(_count(body["usage"]["input_tokens"]), _count(body["usage"]["output_tokens"]), reused)
     if not isinstance(body["model"], str):
         raise TypeError
     return Decision(body["model"], answers, usage)

@@ -1,7 +1,8 @@
-"""The benchmark's parity check: it lets right answers through and catches small faults."""
+"""The benchmarks: the parity check lets right answers through and catches small faults; bodies have the right size."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ from flide.runtime.config import EngineConfig
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tree import TreeLayout
 from scripts.bench_engine import PARITY, Bench
+from scripts.bench_server import fitted
+from scripts.workloads import FIXED
 from tests.oracle import tiny_config
 
 WORKLOADS = ("race", "multirc", "decision_index")
@@ -58,3 +61,23 @@ def _with_a_wrong_page(layout: TreeLayout) -> TreeLayout:
 def _rotated(decision: Any) -> Any:
     names, answers = list(decision.answers), list(decision.answers.values())
     return replace(decision, answers=dict(zip(names, answers[1:] + answers[:1], strict=True)))
+
+
+@pytest.mark.parametrize("per_word", [1, 3])
+@pytest.mark.parametrize("name", FIXED)
+def test_bodies_over_http_have_the_tokens_of_the_workload(name: str, per_word: int) -> None:
+    """With a server that counts words, and some for what stands around a state and a question."""
+
+    def ask(data: bytes) -> int:
+        request = json.loads(data)
+        questions = [per_word * len(q["instructions"].split()) + 33 for q in request["questions"].values()]
+        return 11 + per_word * len(request["state"].split()) + sum(questions)
+
+    bodies, tokens = fitted(FIXED[name], ask, bodies=3)
+    assert len(set(bodies)) == 3
+    assert tokens == [ask(data) for data in bodies]
+    for data, count in zip(bodies, tokens, strict=True):
+        questions = list(json.loads(data)["questions"].values())
+        assert len(questions) == len(FIXED[name].branches)
+        assert all(len(question["criteria"]) == 4 for question in questions)
+        assert abs(count - FIXED[name].rows) < per_word

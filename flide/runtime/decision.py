@@ -26,10 +26,13 @@ class Usage:
     Attributes:
         input_tokens: rows the model read: the shared state once, and each question.
         output_tokens: answers given, one to a question.
+        reused_tokens: rows it did not have to read, because prompts share them: what all isolated prompts of the
+            request have together, less ``input_tokens``. Not on System One's wire; a server says it in ``x_flide``.
     """
 
     input_tokens: int
     output_tokens: int
+    reused_tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens}
@@ -188,6 +191,7 @@ def joined(parts: Sequence[Decision]) -> Decision:
     usage = Usage(
         input_tokens=sum(part.usage.input_tokens for part in parts),
         output_tokens=sum(part.usage.output_tokens for part in parts),
+        reused_tokens=sum(part.usage.reused_tokens for part in parts),
     )
     return Decision(
         model=parts[0].model, answers={k: v for part in parts for k, v in part.answers.items()}, usage=usage

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.resources import files
@@ -24,9 +25,10 @@ from flide.models.directory import ModelDirectory
 from flide.runtime.calibration import load_temperatures
 from flide.runtime.config import KV_MEMORY_SHARE, EngineConfig
 from flide.runtime.decision import Decision, joined
+from flide.runtime.model_hash import model_hash
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import DecisionRequest
-from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.rounds import PreparedRequest, RoundObserver, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.wire import as_list, parse_request
 from flide.runtime.worker import Job, Worker
@@ -51,6 +53,7 @@ class Engine:
         config: engine options (device and dtype are the model's own here).
 
     Attributes:
+        model_hash: a short name for what decides an answer: weights, configuration, head, tokenizer, temperatures.
         report: what making ready took: compilation, graphs, memory.
 
     Raises:
@@ -68,6 +71,7 @@ class Engine:
         tokenizer.check_vocabulary(model.config.vocab_size)
         if style == "options" and not tokenizer.num_labels():
             raise CheckpointError("the tokenizer has no token that can be an option's label")
+        self.model_hash = model_hash(model, tokenizer, self.config.temperatures or {})
         runner = RoundRunner(
             model,
             self.format.label_ids(tokenizer.num_labels()),
@@ -76,6 +80,7 @@ class Engine:
             model_name=self.model_name,
         )
         self._head, self._depth, self._round_tokens = runner.head, runner.limit.depth, runner.limit.tokens
+        self._observers = runner.observers
         self._worker = Worker(runner)
         self.report = runner.streams.report
 
@@ -203,6 +208,15 @@ class Engine:
     def round_tokens(self) -> int:
         """Rows of the largest round that requests share."""
         return self._round_tokens
+
+    def observe(self, observer: RoundObserver) -> Callable[[], None]:
+        """Have every round reported, on the engine's thread: an observer should be quick. What it raises is logged.
+
+        Returns:
+            What ends it.
+        """
+        self._observers.append(observer)
+        return functools.partial(self._observers.remove, observer)
 
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""

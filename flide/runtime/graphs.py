@@ -25,7 +25,7 @@ from flide.heads import Head
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
 from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, HostArena, StreamCapacity, arena_size, fresh_caches
-from flide.runtime.streams import PendingLogits, StartReport, Step, compile_step, decision_step
+from flide.runtime.streams import PendingLogits, StartReport, Step, StreamRun, compile_step, decision_step
 from flide.runtime.tree import TreeLayout
 
 logger = logging.getLogger("flide.engine")
@@ -44,13 +44,18 @@ class _Graph:
     logits_NC: Tensor | None
 
 
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostBuffers:
-    """Pinned memory of one round in flight, and the event at which the device is done with it."""
+    """Pinned memory of one round in flight, and the events between which the device works on it."""
 
     arena: Tensor
     logits_NC: Tensor
-    done: torch.cuda.Event
+    began: torch.cuda.Event = field(default_factory=_timing_event)
+    done: torch.cuda.Event = field(default_factory=_timing_event)
     kept: bool = True  # for the next round
     _views: dict[StreamCapacity, tuple[HostArena, Tensor]] = field(default_factory=dict)
 
@@ -63,13 +68,19 @@ class _HostBuffers:
 
 
 class _PendingOnDevice:
-    def __init__(self, streams: CudaStreams, buffers: _HostBuffers, num_readouts: int) -> None:
+    def __init__(
+        self, streams: CudaStreams, buffers: _HostBuffers, num_readouts: int, *, rows: int, captured: bool
+    ) -> None:
         self._streams, self._buffers, self._num_readouts = streams, buffers, num_readouts
+        self._rows, self._captured = rows, captured
 
-    def result(self) -> NDArray[np.float32]:
+    def result(self) -> tuple[NDArray[np.float32], StreamRun]:
+        buffers = self._buffers
         try:
-            self._buffers.done.synchronize()
-            return self._buffers.logits_NC[: self._num_readouts].numpy().copy()
+            buffers.done.synchronize()
+            seconds = buffers.began.elapsed_time(buffers.done) / 1e3
+            logits_NC = buffers.logits_NC[: self._num_readouts].numpy().copy()
+            return logits_NC, StreamRun(self._rows, self._captured, seconds)
         finally:
             self._streams._give_back(self._buffers)
 
@@ -130,7 +141,6 @@ class CudaStreams:
             _HostBuffers(
                 torch.zeros(size, dtype=torch.int32, pin_memory=True),
                 torch.zeros(self.limit.readouts, columns, pin_memory=True),
-                torch.cuda.Event(),  # type: ignore[no-untyped-call]
             )
             for _ in range(ROUNDS_IN_FLIGHT)
         ]
@@ -204,6 +214,7 @@ class CudaStreams:
         try:
             host, packed = buffers.views(graph.meta.capacity)
             host.pack(layouts, fresh_caches(layouts))
+            buffers.began.record()
             graph.meta.arena.copy_(packed, non_blocking=True)
             if graph.graph is None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -220,22 +231,24 @@ class CudaStreams:
                 self._stream.synchronize()
             self._give_back(buffers)
             raise
-        return _PendingOnDevice(self, buffers, rows)
+        return _PendingOnDevice(self, buffers, rows, rows=graph.meta.capacity.tokens, captured=True)
 
     @torch.inference_mode()
     def _run_uncaptured(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
         host = ForkMetadata.pack(layouts, capacity=padded(needed), caches=fresh_caches(layouts), pin_memory=True)
+        began = _timing_event()
+        began.record()
         meta = host.to(self._device, non_blocking=True)
         logits_NC = self._uncaptured(meta.tokens, meta)[: needed.readouts]
         buffers = _HostBuffers(
             host.arena,
             torch.empty(logits_NC.shape, dtype=logits_NC.dtype, pin_memory=True),
-            torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            began,
             kept=False,
         )
         buffers.logits_NC.copy_(logits_NC, non_blocking=True)
         buffers.done.record()
-        return _PendingOnDevice(self, buffers, needed.readouts)
+        return _PendingOnDevice(self, buffers, needed.readouts, rows=host.capacity.tokens, captured=False)
 
     def _inputs(self, capacity: StreamCapacity) -> ForkMetadata:
         """An inert stream of some capacity; all of them share one arena."""

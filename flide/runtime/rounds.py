@@ -5,7 +5,8 @@ Shapes: N readout rows, C columns of the head, Q questions, O most options of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -21,9 +22,11 @@ from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.prompt import ChatFormat, EncodedRequest
 from flide.runtime.request import DecisionRequest
-from flide.runtime.streams import PendingLogits, Streams
+from flide.runtime.streams import PendingLogits, StreamRun, Streams
 from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout, longest_common_prefix
 from flide.runtime.wire import MAX_ERRORS, place
+
+logger = logging.getLogger("flide.engine")
 
 UNLIMITED = 1 << 30
 
@@ -33,7 +36,7 @@ class PreparedRequest:
     """A validated request and its token tree, laid out: what can be done here need not be done on the engine's thread.
 
     The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
-    ``reads`` says where each option's logit will be.
+    ``reads`` says where each option's logit will be. ``reused`` is how many rows forking saves.
     """
 
     request: DecisionRequest
@@ -42,6 +45,7 @@ class PreparedRequest:
     layout: TreeLayout
     needed: StreamCapacity
     reads: OptionReads
+    reused: int
 
     @classmethod
     def encode(
@@ -90,7 +94,7 @@ class PreparedRequest:
         layout = TreeLayout.of(tree)
         reads = reads or OptionReads.of([range(count) for count in num_options])
         assert reads.num_rows == layout.num_reads, "every row that is read belongs to an option"
-        return cls(request, tree, num_options, layout, needed_by(layout), reads)
+        return cls(request, tree, num_options, layout, needed_by(layout), reads, layout.num_shared_tokens)
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Not for candidates."""
@@ -118,6 +122,27 @@ def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int], depth: in
     return TokenTree(prompts[0][:cut], tuple(children))
 
 
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What one round did.
+
+    Attributes:
+        requests: that shared it.
+        trunk_tokens, branch_tokens: rows it computed (candidates are branches here).
+        reused_tokens: rows that forking saved.
+        run: how it ran.
+    """
+
+    requests: int
+    trunk_tokens: int
+    branch_tokens: int
+    reused_tokens: int
+    run: StreamRun
+
+
+RoundObserver = Callable[[RoundReport], None]
+
+
 class PendingRound:
     """A round that has been started."""
 
@@ -128,13 +153,16 @@ class PendingRound:
         *,
         model_name: str,
         temperatures: Mapping[str, float],
+        observers: Sequence[RoundObserver] = (),
     ) -> None:
         self._requests, self._logits = requests, logits
         self._model_name, self._temperatures = model_name, temperatures
+        self._observers = observers
 
     def results(self) -> list[Decision | ModelOutputError]:
         """Wait for the answers of every request, in order. To be called once."""
-        logits_NC = self._logits.result()
+        logits_NC, run = self._logits.result()
+        self._report(run)
         results: list[Decision | ModelOutputError] = []
         row = 0
         for request in self._requests:
@@ -142,6 +170,19 @@ class PendingRound:
             results.append(self._decide(request, logits_NC[row : row + count]))
             row += count
         return results
+
+    def _report(self, run: StreamRun) -> None:
+        if not self._observers:
+            return
+        trunks = sum(request.layout.trunk_length for request in self._requests)
+        tokens = sum(request.layout.num_tokens for request in self._requests)
+        reused = sum(request.reused for request in self._requests)
+        report = RoundReport(len(self._requests), trunks, tokens - trunks, reused, run)
+        for observer in tuple(self._observers):
+            try:
+                observer(report)
+            except Exception:
+                logger.exception("an observer of rounds failed")
 
     def _decide(self, prepared: PreparedRequest, logits_NC: NDArray[np.float32]) -> Decision | ModelOutputError:
         questions, reads = prepared.request.questions, prepared.reads
@@ -157,7 +198,7 @@ class PendingRound:
                 questions.items(), weights, prepared.num_options, strict=True
             )
         }
-        usage = Usage(input_tokens=prepared.needed.tokens, output_tokens=len(answers))
+        usage = Usage(prepared.needed.tokens, len(answers), prepared.reused)
         return Decision(model=self._model_name, answers=answers, usage=usage)
 
 
@@ -176,6 +217,7 @@ class RoundRunner:
             CUDA graphs are captured for two levels.
         max_requests: how many there may be.
         head: what reads the options.
+        observers: who is told of every round.
         starts_ahead: whether a round can be started while another one runs (two at most).
     """
 
@@ -189,6 +231,7 @@ class RoundRunner:
         model_name: str,
     ) -> None:
         self._model_name, self._temperatures = model_name, dict(config.temperatures or {})
+        self.observers: list[RoundObserver] = []
         device = model.lm_head.weight.device
         self.head: Head
         if model.head is None:
@@ -230,4 +273,10 @@ class RoundRunner:
         for request in requests[1:]:
             needed = needed + request.needed
         logits = self.streams.submit([request.layout for request in requests], needed)
-        return PendingRound(requests, logits, model_name=self._model_name, temperatures=self._temperatures)
+        return PendingRound(
+            requests,
+            logits,
+            model_name=self._model_name,
+            temperatures=self._temperatures,
+            observers=self.observers,
+        )

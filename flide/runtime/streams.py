@@ -46,21 +46,36 @@ class StartReport:
     pool_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StreamRun:
+    """How one stream ran.
+
+    Attributes:
+        rows: it was padded to.
+        captured: whether a CUDA graph was replayed.
+        seconds: it took on the device, copies included.
+    """
+
+    rows: int
+    captured: bool
+    seconds: float
+
+
 class PendingLogits(Protocol):
     """Logits of a stream that has been started."""
 
-    def result(self) -> NDArray[np.float32]:
+    def result(self) -> tuple[NDArray[np.float32], StreamRun]:
         """Wait for the logits ``[N, C]`` of the rows read, in depth-first order of the trees. To be called once."""
 
 
 class Ready:
     """Logits that are there already."""
 
-    def __init__(self, logits_NC: NDArray[np.float32]) -> None:
-        self._logits_NC = logits_NC
+    def __init__(self, logits_NC: NDArray[np.float32], run: StreamRun) -> None:
+        self._result = logits_NC, run
 
-    def result(self) -> NDArray[np.float32]:
-        return self._logits_NC
+    def result(self) -> tuple[NDArray[np.float32], StreamRun]:
+        return self._result
 
 
 class Streams:
@@ -98,7 +113,10 @@ class Streams:
             needed: what they need together.
         """
         meta = ForkMetadata.pack(layouts, capacity=padded(needed) if self._compile else None)
-        return Ready(self._step(meta.tokens, meta)[: needed.readouts].numpy())
+        began = time.perf_counter()
+        logits_NC = self._step(meta.tokens, meta)[: needed.readouts].numpy()
+        run = StreamRun(meta.capacity.tokens, captured=False, seconds=time.perf_counter() - began)
+        return Ready(logits_NC, run)
 
 
 def decision_step(model: ForDecision, head: Head, *, selective_readout: bool = True) -> Step:

@@ -132,6 +132,11 @@ class PromptTokenizer:
         """Source of the chat template."""
         return str(self._tokenizer.get_chat_template())
 
+    @property
+    def definition(self) -> str:
+        """All that decides how a prompt is tokenized, as text."""
+        return self._full.to_str() + self.chat_template
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, control tokens shown."""
         return str(self._full.decode(list(ids), skip_special_tokens=False))

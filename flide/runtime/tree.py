@@ -134,6 +134,13 @@ class TreeLayout:
         return len(self.rows[0])
 
     @property
+    def num_shared_tokens(self) -> int:
+        """How many more tokens the tree's isolated prompts have than the tree."""
+        ends, _, starts, _, parent_places = self.nodes
+        isolated = starts + np.diff(ends, prepend=0)
+        return int(isolated[parent_places < 0].sum()) - self.num_tokens
+
+    @property
     def num_nodes(self) -> int:
         return len(self.nodes[0])
 

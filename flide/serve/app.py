@@ -34,6 +34,7 @@ from flide.serve.body import known_encoding, read_body, unpack
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
 from flide.serve.docs_page import POLICY, docs_page
+from flide.serve.extras import extras
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.metrics import Metrics
@@ -101,7 +102,7 @@ class DecisionServer:
 
     async def systemone(self, request: Request) -> Response:
         decision, headers = await self._decide(request, self._prepare)
-        return _Json(decision.to_dict(), headers=headers)
+        return _Json({**decision.to_dict(), **extras(decision, self.engine.model_hash)}, headers=headers)
 
     async def decisions(self, request: Request) -> Response:
         """OpenAI's shape, and System One's as on its own route."""
@@ -121,7 +122,7 @@ class DecisionServer:
 
         decision, headers = await self._decide(request, prepare)
         answer = decision.to_dict() if translated is None else translated.response(decision)
-        return _Json(answer, headers=headers)
+        return _Json({**answer, **extras(decision, self.engine.model_hash)}, headers=headers)
 
     async def _decide(
         self, request: Request, prepare: Callable[[bytes], PreparedRequest]
@@ -134,7 +135,6 @@ class DecisionServer:
         decision = ticket.answer.result()
         for answer in decision.answers.values():
             self.metrics.questions.labels(answer.type).inc()
-        self.metrics.tokens.inc(decision.usage.input_tokens)
         assert ticket.started is not None
         assert ticket.ended is not None
         wait, run = ticket.started - ticket.arrived, ticket.ended - ticket.started
@@ -240,8 +240,12 @@ class DecisionServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        yield
-        await self.scheduler.drain()
+        unobserve = self.engine.observe(self.metrics.round)
+        try:
+            yield
+            await self.scheduler.drain()
+        finally:
+            unobserve()
         self._readers.shutdown(cancel_futures=True)
 
 

@@ -26,7 +26,7 @@ class ServeConfig:
         body_timeout: seconds in which a body has to arrive.
         max_body_bytes: of a body as sent, and of what it unpacks to.
         max_questions: of one request.
-        stuck_after: seconds a round may take before ``/ready`` says that the engine hangs.
+        stuck_after: seconds that the engine may end nothing before ``/ready`` says that it hangs.
     """
 
     host: str = "127.0.0.1"

@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from flide.runtime.rounds import RoundReport
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+REQUESTS = tuple(2.0**n for n in range(9))  # of a round
+TOKENS = tuple(2.0**n for n in range(6, 16))
+FILL = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.975, 1.0)
 
 
 class Metrics:
@@ -20,18 +25,42 @@ class Metrics:
         self, *, waiting: Callable[[], float], waiting_tokens: Callable[[], float], running_tokens: Callable[[], float]
     ) -> None:
         self._registry = registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
         self.requests = Counter("flide_requests", "Requests", ["route", "status"], registry=registry)
         self.rejects = Counter("flide_rejects", "Requests refused", ["reason"], registry=registry)
         self.questions = Counter("flide_questions", "Questions answered", ["type"], registry=registry)
-        self.tokens = Counter("flide_tokens", "Tokens read, shared states once", registry=registry)
-        self.wait = Histogram("flide_wait_seconds", "From arrival to the engine", buckets=SECONDS, registry=registry)
-        self.run = Histogram("flide_run_seconds", "In the engine", buckets=SECONDS, registry=registry)
+        self.wait = histogram("flide_wait_seconds", "From arrival to the engine", SECONDS)
+        self.run = histogram("flide_run_seconds", "In the engine", SECONDS)
+        rounds = Counter("flide_rounds", "Rounds run, by replaying a graph or not", ["graph"], registry=registry)
+        self._rounds = {True: rounds.labels("replayed"), False: rounds.labels("none")}
+        self._seconds = histogram("flide_round_seconds", "On the device (GPU time), of a round", SECONDS)
+        self._requests = histogram("flide_round_requests", "Requests that share a round", REQUESTS)
+        self._tokens = histogram("flide_round_tokens", "Tokens of a round, without padding", TOKENS)
+        self._fill = histogram("flide_round_fill", "Share of a round that is no padding", FILL)
+        tokens = Counter("flide_tokens", "Tokens computed: states once, then questions", ["part"], registry=registry)
+        self._trunk, self._branch = tokens.labels("trunk"), tokens.labels("branch")
+        self._reused = Counter("flide_reused_tokens", "Tokens that sharing a state saved", registry=registry)
         for name, text, read in (
             ("flide_waiting", "Requests that wait", waiting),
             ("flide_waiting_tokens", "Their tokens", waiting_tokens),
             ("flide_running_tokens", "Tokens that the engine was given", running_tokens),
         ):
             Gauge(name, text, registry=registry).set_function(read)
+
+    def round(self, report: RoundReport) -> None:
+        """Count a round. From any thread."""
+        tokens = report.trunk_tokens + report.branch_tokens
+        self._rounds[report.run.captured].inc()
+        self._seconds.observe(report.run.seconds)
+        self._requests.observe(report.requests)
+        self._tokens.observe(tokens)
+        self._fill.observe(tokens / report.run.rows)
+        self._trunk.inc(report.trunk_tokens)
+        self._branch.inc(report.branch_tokens)
+        self._reused.inc(report.reused_tokens)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

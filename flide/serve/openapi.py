@@ -12,6 +12,7 @@ from flide.runtime.strict_json import MAX_DEPTH
 from flide.runtime.wire import parse_body
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import envelope, translate
+from flide.serve.extras import extras
 from flide.serve.faults import invalid
 from flide.serve.schemas import reference, schemas
 from flide.version import __version__
@@ -52,6 +53,7 @@ OPENAI = {
         },
     ],
 }
+MODEL_HASH = "5d41402abc4b2a76"
 CONVERSATION = {
     "model": "jev-latest",
     "input": [
@@ -144,8 +146,8 @@ def _decisions(names: Sequence[str], *, has_keys: bool) -> dict[str, Any]:
         "no_questions": ("No questions", unnamed),
     }
     answers = {
-        "openai": translate(OPENAI).response(_decide(translate(OPENAI).request, names[0])),
-        "conversation": translate(CONVERSATION).response(_decide(translate(CONVERSATION).request, names[0])),
+        "openai": _translated(OPENAI, names[0]),
+        "conversation": _translated(CONVERSATION, names[0]),
         "system_one": _answered(SYSTEM_ONE, names[0]),
     }
     refused = {"no_questions": {"value": envelope(invalid(_refused(translate, unnamed)))}}
@@ -248,11 +250,18 @@ def _decide(request: DecisionRequest, model: str) -> Decision:
     for question_id, question in request.questions.items():
         count = len(question.criteria or ()) if question.type != "noul" else 2
         answers[question_id] = answer_question(question, [2.0**-index for index in range(count)])
-    return Decision(model, answers, Usage(input_tokens=96, output_tokens=len(answers)))
+    return Decision(model, answers, Usage(96, len(answers), reused_tokens=24 * (len(answers) - 1)))
 
 
 def _answered(body: Any, model: str) -> dict[str, Any]:
-    return _decide(parse_body(body), model).to_dict()
+    decision = _decide(parse_body(body), model)
+    return {**decision.to_dict(), **extras(decision, MODEL_HASH)}
+
+
+def _translated(body: Any, model: str) -> dict[str, Any]:
+    translated = translate(body)
+    decision = _decide(translated.request, model)
+    return {**translated.response(decision), **extras(decision, MODEL_HASH)}
 
 
 def _refused(parse: Callable[[Any], Any], body: Any) -> RequestError:

@@ -78,6 +78,7 @@ class Scheduler:
         self._per_key: dict[str, int] = {}
         self.waiting = self.waiting_tokens = self.running_tokens = 0
         self._draining = False
+        self._last_end = time.monotonic()
 
     @contextlib.contextmanager
     def ticket(self, prepared: PreparedRequest, key: str) -> Iterator[Ticket]:
@@ -112,10 +113,10 @@ class Scheduler:
 
     @property
     def stuck_for(self) -> float:
-        """Seconds since the oldest request that runs was started; 0 if none runs."""
-        return time.monotonic() - min(
-            (t.started for t in self._running if t.started is not None), default=time.monotonic()
-        )
+        """Seconds for which the engine, given something to do, has ended nothing; 0 if it has nothing to do."""
+        now = time.monotonic()
+        oldest = min((t.started for t in self._running if t.started is not None), default=now)
+        return now - max(oldest, self._last_end)
 
     async def drain(self) -> None:
         """Take nothing new and wait until all that was taken is answered."""
@@ -150,6 +151,7 @@ class Scheduler:
 
     def _finish(self, ticket: Ticket) -> None:
         self._running.discard(ticket)
+        self._last_end = time.monotonic()
         self.running_tokens -= ticket.tokens
         assert ticket.running is not None
         if ticket.running.cancelled():

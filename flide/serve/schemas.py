@@ -69,6 +69,13 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                     "additionalProperties": by_type("NoulAnswer", "ChoiceAnswer", "ScoreAnswer"),
                 },
                 "usage": _object({"input_tokens": count, "output_tokens": count}),
+                "x_flide": reference("Extras"),
+            }
+        ),
+        "Extras": _object(
+            {
+                "model_hash": {"type": "string", "description": "Names all that decides an answer of this model."},
+                "reused_tokens": {**count, "description": "Not read, because questions share them."},
             }
         ),
         "NoulAnswer": _object({"type": {"const": "noul"}, "noul": probability}),
@@ -123,6 +130,7 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                         "total_tokens": count,
                     }
                 ),
+                "x_flide": reference("Extras"),
             }
         ),
         "PredicateAnswer": _object({"type": {"const": "predicate"}, **name, "probability": probability}),

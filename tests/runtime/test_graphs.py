@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Captured:
         return self.streams.submit([TreeLayout.of(tree) for tree in trees], needed(trees))
 
     def logits(self, trees: Trees) -> Tensor:
-        return torch.from_numpy(self.submit(trees).result())
+        return torch.from_numpy(self.submit(trees).result()[0])
 
     @torch.inference_mode()
     def uncaptured(self, trees: Trees) -> Tensor:
@@ -190,8 +191,11 @@ def test_two_rounds_in_flight_keep_their_answers(captured: Captured) -> None:
         expected = captured.logits(a), captured.logits(b)
         first = captured.submit(a)
         second = captured.submit(b)
-        assert torch.equal(torch.from_numpy(first.result()), expected[0])
-        assert torch.equal(torch.from_numpy(second.result()), expected[1])
+        assert torch.equal(torch.from_numpy(first.result()[0]), expected[0])
+        logits, run = second.result()
+        assert torch.equal(torch.from_numpy(logits), expected[1])
+        assert (run.rows, run.captured) == (smallest_that_holds(captured.streams.capacities, needed(b)).tokens, True)
+        assert 1e-5 < run.seconds < 1  # its own time, not that of the round before
 
 
 def test_a_round_no_capacity_holds_runs_uncaptured(captured: Captured) -> None:
@@ -199,7 +203,10 @@ def test_a_round_no_capacity_holds_runs_uncaptured(captured: Captured) -> None:
     big = [TokenTree([rng.randrange(NAN_TOKEN) for _ in range(1500)], (TokenTree([1, 2]), TokenTree([3])))]
     small = [TokenTree([4] * 100, (TokenTree([5, 6]),))]
     before, graphs = captured.logits(small), len(captured.streams._graphs)
-    assert captured.logits(big).isfinite().all()
+    logits, run = captured.submit(big).result()
+    assert np.isfinite(logits).all()
+    assert (run.rows, run.captured) == (1504, False)
+    assert 1e-5 < run.seconds < 60
     assert len(captured.streams._graphs) == graphs
     assert torch.equal(captured.logits(small), before)
 

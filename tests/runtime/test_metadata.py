@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
+from flide.runtime.tree import TreeLayout
 from tests.oracle import prompts_of
 
 ARRAYS = tuple(f.name for f in fields(ForkMetadata) if f.name not in ("capacity", "arena", "schedule"))
@@ -212,6 +213,16 @@ def test_readout_row_ends_the_prompt_it_answers(trees: list[TokenTree]) -> None:
                 seen = meta.tokens[offsets[segment] : offsets[segment + 1]].tolist() + seen
             assert seen == path
             assert meta.positions[:, r].tolist() == [len(path) - 1] * 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(tree=nodes(2))
+def test_what_prompts_share_is_what_they_have_more_than_the_tree(tree: TokenTree) -> None:
+    def isolated(node: TokenTree, before: int) -> int:
+        end = before + len(node.tokens)
+        return sum(isolated(child, end) for child in node.children) if node.children else end
+
+    assert TreeLayout.of(tree).num_shared_tokens == isolated(tree, 0) - tree.num_tokens
 
 
 def test_docstring_example() -> None:

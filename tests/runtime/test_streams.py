@@ -12,6 +12,7 @@ from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, Score
 from flide.runtime import StreamCapacity, TokenTree
 from flide.runtime.capacity import needed_by, padded
 from flide.runtime.metadata import ForkMetadata, fresh_caches
+from flide.runtime.rounds import RoundReport
 from tests.tolerance import PROBABILITY_FP32
 
 REQUESTS = [
@@ -56,6 +57,7 @@ def test_ablations_change_no_answer(engine: Engine, option: dict[str, Any]) -> N
     decisions = assert_same_answers(EngineConfig(device="cpu", **option), expected)
     for got, want in zip(decisions, expected, strict=True):
         assert got.usage.output_tokens == want.usage.output_tokens
+        assert got.usage.input_tokens + got.usage.reused_tokens == want.usage.input_tokens + want.usage.reused_tokens
         more = got.usage.input_tokens > want.usage.input_tokens
         assert more == (option == {"fork": False} and len(want) > 1)
 
@@ -95,3 +97,25 @@ def test_padding_holds_the_stream_and_has_no_unit_size(tokens: int) -> None:
     assert capacity.holds(needed)
     assert min(capacity.tokens, capacity.segments, capacity.readouts, capacity.pages) >= 2
     assert capacity.tokens - tokens < 64
+
+
+def test_rounds_are_reported_until_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[RoundReport] = []
+
+    def failing(report: RoundReport) -> None:
+        raise KeyError("an observer's own fault")
+
+    with Engine.default(EngineConfig(device="cpu")) as engine:
+        engine.observe(failing)
+        stop = engine.observe(reports.append)
+        decisions = engine.decide(REQUESTS)
+        stop()
+        engine.decide(REQUESTS[:1])
+    usages = [decision.usage for decision in decisions]
+    assert sum(report.requests for report in reports) == len(REQUESTS)
+    assert sum(r.trunk_tokens + r.branch_tokens for r in reports) == sum(usage.input_tokens for usage in usages)
+    assert sum(r.reused_tokens for r in reports) == sum(usage.reused_tokens for usage in usages)
+    for report in reports:
+        assert (report.run.rows, report.run.captured) == (report.trunk_tokens + report.branch_tokens, False)
+        assert report.run.seconds > 0
+    assert caplog.text.count("an observer of rounds failed") == len(reports) + 1

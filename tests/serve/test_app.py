@@ -17,6 +17,7 @@ from flide import Engine, EngineConfig, ModelOutputError
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from tests.serve.conftest import BODY, Served
+from tests.serve.running import running
 
 JSON = {"Content-Type": "application/json"}
 
@@ -34,7 +35,11 @@ def test_an_answer_is_the_engines(client: httpx.Client, engine: Engine) -> None:
     response = post(client, BODY)
     assert response.status_code == 200
     (decision,) = engine.decide([BODY])
-    assert response.json() == {**decision.to_dict(), "model": engine.model_name}
+    extras = {"model_hash": engine.model_hash, "reused_tokens": decision.usage.reused_tokens}
+    assert response.json() == {**decision.to_dict(), "model": engine.model_name, "x_flide": extras}
+    alone = [engine.decide([body(questions={name: q})])[0].usage for name, q in BODY["questions"].items()]
+    assert decision.usage.reused_tokens == sum(u.input_tokens for u in alone) - decision.usage.input_tokens > 0
+    assert all(usage.reused_tokens == 0 for usage in alone)
     assert set(response.headers["server-timing"].replace(",", "").split()) > set()
     assert [part.split(";")[0].strip() for part in response.headers["server-timing"].split(",")] == [
         "read",
@@ -177,6 +182,33 @@ def test_metrics_count_and_show_nothing_that_was_sent(client: httpx.Client) -> N
     assert 'flide_requests_total{route="systemone",status="200"}' in text
     assert 'flide_rejects_total{reason="invalid_request"}' in text
     assert "secret" not in text
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def test_metrics_of_rounds_are_those_of_their_requests(engine: Engine) -> None:
+    with running(engine) as url, httpx.Client(base_url=url, timeout=60) as client:
+        before = metrics(client)
+        answers = [post(client, BODY).json() for _ in range(3)]
+        after = metrics(client)
+    changes = {name: after[name] - before.get(name, 0.0) for name in after}
+    tokens = sum(answer["usage"]["input_tokens"] for answer in answers)
+    trunk, branch = (changes[f'flide_tokens_total{{part="{part}"}}'] for part in ("trunk", "branch"))
+    assert trunk + branch == tokens
+    assert changes["flide_reused_tokens_total"] == sum(answer["x_flide"]["reused_tokens"] for answer in answers)
+    assert changes["flide_reused_tokens_total"] == trunk * (len(BODY["questions"]) - 1)  # all fork from the trunk
+    assert changes['flide_rounds_total{graph="none"}'] == 3  # on a CPU
+    assert changes['flide_rounds_total{graph="replayed"}'] == 0
+    assert changes["flide_round_requests_sum"] == 3
+    assert changes["flide_round_tokens_sum"] == tokens
+    assert changes["flide_round_fill_sum"] == 3.0  # nothing is padded
+    assert 0 < changes["flide_round_seconds_sum"] <= changes["flide_run_seconds_sum"]
+    assert changes["flide_wait_seconds_count"] == 3
+    assert after["flide_waiting"] == after["flide_running_tokens"] == 0
+    assert sum(changes[f'flide_questions_total{{type="{kind}"}}'] for kind in ("noul", "choice", "score")) == 9
 
 
 def test_keys(engine: Engine) -> None:

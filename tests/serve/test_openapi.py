@@ -86,7 +86,7 @@ def like(value: Any, *, key: str = "") -> Any:
         return {name: like(item, key=name) for name, item in value.items()}
     if isinstance(value, list):
         return [like(item) for item in value]
-    if key == "choice" or key.endswith("_tokens") or isinstance(value, float):
+    if key in ("choice", "model_hash") or key.endswith("_tokens") or isinstance(value, float):
         return type(value)
     return value
 

@@ -251,3 +251,30 @@ def test_draining_answers_what_was_taken_and_takes_nothing_new() -> None:
         await draining
 
     run(test)
+
+
+def test_the_engine_hangs_when_it_ends_nothing_not_when_much_was_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("flide.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def test(engine: FakeEngine, make: Any) -> None:
+        nonlocal now
+        scheduler = make()
+        now += 50
+        assert scheduler.stuck_for == 0  # nothing to do
+        tasks = [ask(scheduler) for _ in range(3)]
+        await settle()
+        now += 40
+        assert scheduler.stuck_for == 40
+        engine.finish(0)
+        await settle()
+        assert scheduler.stuck_for == 0
+        now += 30
+        assert scheduler.stuck_for == 30  # the second one was given 70 seconds ago, behind the first
+        tasks[1].cancel()
+        tasks[2].cancel()
+        await settle()
+        assert scheduler.stuck_for == 0
+        await tasks[0]
+
+    run(test)
