@@ -13,7 +13,6 @@ from flide.runtime.capacity import ALIGN, SMALLEST
 
 ROUND_TOKENS_CPU = 4096
 ROUND_TOKENS_CUDA = 16384
-KV_MEMORY_SHARE = 0.2  # of the device memory that the weights leave free, for the KV pages of the longest prompt
 GRAPH_MODES = ("auto", "explicit", "reduce-overhead", "off")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -31,6 +30,8 @@ class EngineConfig:
         max_round_requests: requests that may share a round; None for 256. 1 is an ablation: no flat rounds.
         max_prompt_tokens: longest prompt of one question, its state included; None for what the model was made for, and
             on CUDA no more than a fifth of the free memory holds keys and values of.
+        max_request_tokens: rows of one request, its state counted once; None for what there is memory for (but never
+            less than a round has).
         model_name: name in responses; None for the last part of the model's path.
         compile: run the model through ``torch.compile``; None to do so on CUDA only. It takes up to a minute, once.
         graphs: CUDA graphs, one per capacity. "explicit" captures the compiled model, or the eager one;
@@ -46,6 +47,7 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"
     max_round_tokens: int | None = None
     max_prompt_tokens: int | None = None
+    max_request_tokens: int | None = None
     max_round_requests: int | None = None
     model_name: str | None = None
     compile: bool | None = None
@@ -55,7 +57,7 @@ class EngineConfig:
     selective_readout: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_round_tokens", "max_prompt_tokens", "max_round_requests"):
+        for name in ("max_round_tokens", "max_prompt_tokens", "max_request_tokens", "max_round_requests"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be a positive integer or None, got {value!r}")

@@ -15,22 +15,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
-import torch
-
 from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
 from flide.runtime.calibration import load_temperatures
-from flide.runtime.config import KV_MEMORY_SHARE, EngineConfig
+from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, joined
+from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens
 from flide.runtime.model_hash import model_hash
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundObserver, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.wire import as_list, parse_request
+from flide.runtime.wire import as_list, parse_request, place
 from flide.runtime.worker import Job, Worker
 
 logger = logging.getLogger("flide.engine")
@@ -54,6 +53,7 @@ class Engine:
 
     Attributes:
         model_hash: a short name for what decides an answer: weights, configuration, head, tokenizer, temperatures.
+        max_request_tokens: rows that one request may have, its state counted once.
         report: what making ready took: compilation, graphs, memory.
 
     Raises:
@@ -83,6 +83,8 @@ class Engine:
         self._observers = runner.observers
         self._worker = Worker(runner)
         self.report = runner.streams.report
+        affordable = max(self._round_tokens, affordable_request_tokens(model))
+        self.max_request_tokens = self.config.max_request_tokens or affordable
 
     @classmethod
     def from_pretrained(
@@ -179,7 +181,7 @@ class Engine:
         """What is done with a request before it runs: everything that can be refused is refused here.
 
         Raises:
-            RequestError: the request is invalid, or the model's prompt or head has no place for it.
+            RequestError: the request is invalid, too large, or the model's prompt or head has no place for it.
         """
         return self.encode(parse_request(request))
 
@@ -187,9 +189,14 @@ class Engine:
         """:meth:`prepare` of what ``parse_request`` or ``parse_body`` returned.
 
         Raises:
-            RequestError: the model's prompt or head has no place for it.
+            RequestError: it is too large, or the model's prompt or head has no place for it.
         """
-        return PreparedRequest.encode(request, self.format, self._head, depth=self._depth)
+        prepared = PreparedRequest.encode(request, self.format, self._head, depth=self._depth)
+        if self.config.fork and prepared.needed.tokens > self.max_request_tokens:
+            numbers = f"{prepared.needed.tokens} tokens; at most {self.max_request_tokens} are allowed"
+            message = f"state and questions together have {numbers}"
+            raise RequestError([{"loc": place("questions"), "msg": message, "type": "request_too_long"}])
+        return prepared
 
     def submit(self, prepared: PreparedRequest) -> Future[Decision]:
         """Queue a prepared request and return; cancelling the future drops it unless its round has begun.
@@ -260,10 +267,10 @@ def embedded_model_directory() -> Path:
 
 def _max_prompt_tokens(model: ForDecision) -> int:
     """What the model was made for, and on CUDA what KV pages there is memory for."""
-    longest, device = model.config.max_position_embeddings, model.lm_head.weight.device
-    if device.type != "cuda":
+    longest = model.config.max_position_embeddings
+    if model.lm_head.weight.device.type != "cuda":
         return longest
-    affordable = int(KV_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0] / model.kv_bytes_per_token)
+    affordable = affordable_prompt_tokens(model)
     if affordable < longest:
         logger.warning("prompts are limited to %d tokens, for which there is memory", affordable)
     return min(longest, affordable)

@@ -45,6 +45,7 @@ def add_parser(commands: Any) -> None:
         ("max-body-bytes", "of a body, packed and unpacked"),
         ("max-questions", "of one request"),
         ("max-prompt-tokens", "of a question with its state"),
+        ("max-request-tokens", "of a state with all its questions (default: what there is memory for)"),
         ("max-requests-per-key", "that may wait or run"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=float if name == "request-timeout" else int, help=text)
@@ -97,6 +98,7 @@ def serve(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         model_name=arguments.served_model_name,
         max_prompt_tokens=arguments.max_prompt_tokens,
+        max_request_tokens=arguments.max_request_tokens,
         temperatures=temperatures or None,
     )
     if engine_config.resolve_device().type == "cpu":

@@ -152,6 +152,7 @@ _CODES = {
     "too_long": "array_above_max_length",
     "json_invalid": "invalid_json",
     "prompt_too_long": "context_length_exceeded",
+    "request_too_long": "context_length_exceeded",
     "unsupported": "unsupported_value",
 }
 

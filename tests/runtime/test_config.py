@@ -28,6 +28,7 @@ from flide import EngineConfig
         ({"max_round_tokens": 1.0}, "max_round_tokens"),
         ({"max_prompt_tokens": -1}, "max_prompt_tokens"),
         ({"max_prompt_tokens": True}, "max_prompt_tokens"),
+        ({"max_request_tokens": 0}, "max_request_tokens"),
         ({"model_name": ""}, "model_name"),
         ({"model_name": 7}, "model_name"),
     ],

@@ -26,6 +26,7 @@ from flide import (
 )
 from flide.models import Qwen35ForDecision
 from flide.runtime.engine import embedded_model_directory
+from flide.runtime.memory import host_memory
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_tokenizer import wrap, write_model_directory
@@ -203,6 +204,23 @@ def test_an_over_long_prompt_names_both_numbers() -> None:
     assert "100" in entry["msg"]
     assert str(len(engine_prompt(long))) in entry["msg"]
     assert not isinstance(answered, Exception)
+
+
+def test_a_request_of_too_many_tokens_is_refused_alone() -> None:
+    with Engine.default(EngineConfig(device="cpu", max_request_tokens=400, max_round_tokens=200)) as engine:
+        assert engine.max_request_tokens == 400
+        requests = [DecisionRequest("s", {str(i): Noul(f"Is it {i}?") for i in range(n)}) for n in (1, 4, 100)]
+        *answered, refused = engine.decide(requests, return_exceptions=True)
+    assert all(not isinstance(decision, Exception) for decision in answered)
+    assert isinstance(refused, RequestError)
+    (entry,) = refused.errors
+    assert (entry["loc"], entry["type"]) == (["body", "questions"], "request_too_long")
+    assert " 400 " in entry["msg"]
+
+
+def test_without_a_limit_there_is_what_memory_holds(engine: Engine) -> None:
+    assert engine.max_request_tokens > 100_000
+    assert engine.max_request_tokens * 1000 < host_memory()
 
 
 def engine_prompt(request: DecisionRequest) -> list[int]:

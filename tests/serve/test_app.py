@@ -146,6 +146,21 @@ def test_media_types(client: httpx.Client, headers: dict[str, str], status: int)
     assert post(client, BODY, headers).status_code == status
 
 
+def test_more_questions_than_there_is_memory_for(
+    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "max_request_tokens", 200)
+    questions = {f"q{i}": {"type": "noul", "instructions": f"Is {i} mentioned?"} for i in range(50)}
+    for path in ("/v1/systemone", "/v1/decisions"):
+        response = client.post(path, json=body(questions=questions))
+        assert response.status_code == 422
+        assert response.json()["detail"][0]["loc"] == ["body", "questions"]
+        assert " 200 " in response.json()["detail"][0]["msg"]
+    asked = [{"type": "predicate", "instructions": f"It says {i}."} for i in range(50)]
+    error = client.post("/v1/decisions", json={"model": "jev-latest", "input": "x", "questions": asked}).json()["error"]
+    assert (error["param"], error["code"]) == ("questions", "context_length_exceeded")
+
+
 def test_bodies_that_are_too_large(client: httpx.Client) -> None:
     assert post(client, body(state="x" * (1 << 20))).status_code == 413
     packed = gzip.compress(json.dumps(body(state="x" * (1 << 20))).encode())

@@ -13,8 +13,8 @@ from flide import Engine
 from flide.serve.keys import KeyRing
 from tests.serve.running import running
 
-# A schema cannot say that the values of choices differ, so that one that fits may still be refused. Of what does not fit,
-# some is refused for its size first.
+# A schema cannot say that the values of choices differ, so that one that fits may still be refused. Of what does not
+# fit, some is refused for its size first.
 CONFIG = """
 [checks.negative_data_rejection]
 expected-statuses = [400, 401, 403, 405, 413, 415, 422]
