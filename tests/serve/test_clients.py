@@ -10,14 +10,26 @@ from typing import Any
 import pytest
 from typesafe_sdk import RetryPolicy, TypeSafeClient
 
+from flide import Engine
+from flide.serve.keys import KeyRing
 from tests.serve.conftest import BODY, Served
+from tests.serve.running import running
+
+
+def conformance(url: str, *arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("jevcompat")), "test", url, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
 
 
 def test_the_conformance_suite_passes(served: Served) -> None:
-    command = [str(Path(sys.executable).with_name("jevcompat")), "test", served.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "MUST 32/32, SHOULD 13/13" in done.stdout
+    assert "MUST 32/32, SHOULD 13/13" in conformance(served.url)
+
+
+def test_the_conformance_suite_passes_with_a_key(engine: Engine) -> None:
+    with running(engine, keys=KeyRing({"name": "s3cret"})) as url:
+        assert "MUST 32/32, SHOULD 15/15" in conformance(url, "--key", "s3cret")
 
 
 @pytest.mark.parametrize("compression", ["zstd", False])
