@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import logging
@@ -114,6 +115,9 @@ def serve(arguments: argparse.Namespace) -> int:
         engine.decide([WARM_UP])
         names = (engine.model_name, *arguments.alias)
         server = DecisionServer(engine, replace(config, names=names))
+        # What is here now stays. Collecting it again and again would halt everything for half a second each time.
+        gc.collect()
+        gc.freeze()
         with _listening(config.host, config.port) as listening:
             address = listening.getsockname()
             tell(f"listening on http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}")
