@@ -15,6 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.config import read_config
@@ -26,10 +29,11 @@ from flide.runtime.decision import Decision, joined
 from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens
 from flide.runtime.model_hash import model_hash
 from flide.runtime.prompt import ChatFormat
+from flide.runtime.reader import RequestReader
 from flide.runtime.request import DecisionRequest
-from flide.runtime.rounds import PreparedRequest, RoundObserver, RoundRunner
+from flide.runtime.rounds import LogitsRequest, PreparedRequest, RoundObserver, RoundRunner, Runnable
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.wire import as_list, parse_request, place
+from flide.runtime.wire import as_list, parse_request
 from flide.runtime.worker import Job, Worker
 
 logger = logging.getLogger("flide.engine")
@@ -54,6 +58,7 @@ class Engine:
     Attributes:
         model_hash: a short name for what decides an answer: weights, configuration, head, tokenizer, temperatures.
         max_request_tokens: rows that one request may have, its state counted once.
+        reader: what prepares requests, and can do so in another process.
         report: what making ready took: compilation, graphs, memory.
 
     Raises:
@@ -79,12 +84,22 @@ class Engine:
             max_prompt_tokens=limit,
             model_name=self.model_name,
         )
-        self._head, self._depth, self._round_tokens = runner.head, runner.limit.depth, runner.limit.tokens
+        self._round_tokens = runner.limit.tokens
         self._observers = runner.observers
         self._worker = Worker(runner)
         self.report = runner.streams.report
         affordable = max(self._round_tokens, affordable_request_tokens(model))
         self.max_request_tokens = self.config.max_request_tokens or affordable
+        self.reader = RequestReader(
+            self.format,
+            runner.head,
+            depth=runner.limit.depth,
+            # Without forks a request runs in parts.
+            max_request_tokens=self.max_request_tokens if self.config.fork else None,
+            model_name=self.model_name,
+            temperatures=self.config.temperatures or {},
+            model_hash=self.model_hash,
+        )
 
     @classmethod
     def from_pretrained(
@@ -191,14 +206,15 @@ class Engine:
         Raises:
             RequestError: it is too large, or the model's prompt or head has no place for it.
         """
-        prepared = PreparedRequest.encode(request, self.format, self._head, depth=self._depth)
-        if self.config.fork and prepared.needed.tokens > self.max_request_tokens:
-            numbers = f"{prepared.needed.tokens} tokens; at most {self.max_request_tokens} are allowed"
-            message = f"state and questions together have {numbers}"
-            raise RequestError([{"loc": place("questions"), "msg": message, "type": "request_too_long"}])
-        return prepared
+        return self.reader.encode(request)
 
-    def submit(self, prepared: PreparedRequest) -> Future[Decision]:
+    @overload
+    def submit(self, prepared: PreparedRequest) -> Future[Decision]: ...
+
+    @overload
+    def submit(self, prepared: LogitsRequest) -> Future[NDArray[np.float64]]: ...
+
+    def submit(self, prepared: Runnable) -> Future[Any]:
         """Queue a prepared request and return; cancelling the future drops it unless its round has begun.
 
         Raises:

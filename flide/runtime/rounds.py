@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +97,30 @@ class PreparedRequest:
         assert reads.num_rows == layout.num_reads, "every row that is read belongs to an option"
         return cls(request, tree, num_options, layout, needed_by(layout), reads, layout.num_shared_tokens)
 
+    def result(
+        self, logits_NC: NDArray[np.float32], model_name: str, temperatures: Mapping[str, float]
+    ) -> Decision | ModelOutputError:
+        """What the request's rows of the head's output say. ``[num_rows, C]``"""
+        return self.decision(self.reads.gather(logits_NC), model_name, temperatures)
+
+    def decision(
+        self, logits_QO: NDArray[np.float64], model_name: str, temperatures: Mapping[str, float]
+    ) -> Decision | ModelOutputError:
+        """The decision that the logits of the options make, ``[Q, O]``; unused places are -inf."""
+        questions, is_option_QO = self.request.questions, self.reads.is_option_QO
+        if not np.isfinite(logits_QO, where=is_option_QO, out=np.ones_like(is_option_QO)).all():
+            return ModelOutputError("the model produced logits that are not finite")
+        if temperatures:
+            logits_QO = logits_QO / np.array(
+                [[temperatures.get(question.type, 1.0)] for question in questions.values()]
+            )
+        weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
+        answers = {
+            question_id: answer_question(question, row[:count])
+            for (question_id, question), row, count in zip(questions.items(), weights, self.num_options, strict=True)
+        }
+        return Decision(model=model_name, answers=answers, usage=Usage(self.needed.tokens, len(answers), self.reused))
+
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Not for candidates."""
         parts = []
@@ -104,6 +129,31 @@ class PreparedRequest:
             request = replace(self.request, questions=dict([item]))
             parts.append(PreparedRequest.of(request, tree, [self.num_options[i]], self.reads.alone(i)))
         return parts
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRequest:
+    """All of a prepared request that the model needs: its result is the logits of its options, ``[Q, O]`` float64.
+
+    For a process without the request, which sends them back to one that has it (:meth:`PreparedRequest.decision`).
+    """
+
+    layout: TreeLayout
+    needed: StreamCapacity
+    reads: OptionReads
+    reused: int
+
+    @classmethod
+    def of(cls, prepared: PreparedRequest) -> LogitsRequest:
+        return cls(prepared.layout, prepared.needed, prepared.reads, prepared.reused)
+
+    def result(
+        self, logits_NC: NDArray[np.float32], model_name: str, temperatures: Mapping[str, float]
+    ) -> NDArray[np.float64]:
+        return self.reads.gather(logits_NC)
+
+
+Runnable: TypeAlias = PreparedRequest | LogitsRequest
 
 
 def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int], depth: int) -> TokenTree:
@@ -148,7 +198,7 @@ class PendingRound:
 
     def __init__(
         self,
-        requests: Sequence[PreparedRequest],
+        requests: Sequence[Runnable],
         logits: PendingLogits,
         *,
         model_name: str,
@@ -159,15 +209,15 @@ class PendingRound:
         self._model_name, self._temperatures = model_name, temperatures
         self._observers = observers
 
-    def results(self) -> list[Decision | ModelOutputError]:
-        """Wait for the answers of every request, in order. To be called once."""
+    def results(self) -> list[Any]:
+        """Wait for what becomes of every request (:class:`Runnable`), in order. To be called once."""
         logits_NC, run = self._logits.result()
         self._report(run)
-        results: list[Decision | ModelOutputError] = []
+        results: list[Any] = []
         row = 0
         for request in self._requests:
             count = request.reads.num_rows
-            results.append(self._decide(request, logits_NC[row : row + count]))
+            results.append(request.result(logits_NC[row : row + count], self._model_name, self._temperatures))
             row += count
         return results
 
@@ -183,23 +233,6 @@ class PendingRound:
                 observer(report)
             except Exception:
                 logger.exception("an observer of rounds failed")
-
-    def _decide(self, prepared: PreparedRequest, logits_NC: NDArray[np.float32]) -> Decision | ModelOutputError:
-        questions, reads = prepared.request.questions, prepared.reads
-        logits_QO = reads.gather(logits_NC)
-        if not np.isfinite(logits_QO, where=reads.is_option_QO, out=np.ones_like(reads.is_option_QO)).all():
-            return ModelOutputError("the model produced logits that are not finite")
-        if self._temperatures:
-            logits_QO /= np.array([[self._temperatures.get(question.type, 1.0)] for question in questions.values()])
-        weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
-        answers = {
-            question_id: answer_question(question, row[:count])
-            for (question_id, question), row, count in zip(
-                questions.items(), weights, prepared.num_options, strict=True
-            )
-        }
-        usage = Usage(prepared.needed.tokens, len(answers), prepared.reused)
-        return Decision(model=self._model_name, answers=answers, usage=usage)
 
 
 class RoundRunner:
@@ -267,7 +300,7 @@ class RoundRunner:
         """Make ready, on the thread that will run the rounds."""
         self.streams.start()
 
-    def begin(self, requests: Sequence[PreparedRequest]) -> PendingRound:
+    def begin(self, requests: Sequence[Runnable]) -> PendingRound:
         """Start one round."""
         needed = requests[0].needed
         for request in requests[1:]:

@@ -80,6 +80,9 @@ class PromptTokenizer:
         self.frame = ChatFrame.probe(self._render, full, self._control_ids)
         self._check_frame()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._tokenizer,)
+
     @classmethod
     def from_pretrained(cls, directory: Path) -> PromptTokenizer:
         """Load a model directory's tokenizer without the network and without running code from the directory.

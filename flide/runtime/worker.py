@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from flide.runtime.decision import Decision
 from flide.runtime.metadata import StreamCapacity
-from flide.runtime.rounds import PendingRound, PreparedRequest, RoundRunner
+from flide.runtime.rounds import PendingRound, RoundRunner, Runnable
 
 logger = logging.getLogger("flide.engine")
 
@@ -30,8 +29,8 @@ logger = logging.getLogger("flide.engine")
 class Job:
     """A request that waits for its round; cancelling the future drops it unless its round has begun."""
 
-    prepared: PreparedRequest
-    future: Future[Decision] = field(default_factory=Future)
+    prepared: Runnable
+    future: Future[Any] = field(default_factory=Future)
 
 
 _Arrivals: TypeAlias = "queue.SimpleQueue[list[Job] | None]"  # None: nothing comes after this
@@ -183,8 +182,8 @@ class _Round:
             else:
                 job.future.set_result(result)
 
-    def _results(self) -> Sequence[Decision | Exception]:
-        """Decisions, or errors in their places."""
+    def _results(self) -> Sequence[Any]:
+        """What became of the requests, or errors in their places."""
         try:
             try:
                 if isinstance(self._outcome, BaseException):

@@ -30,6 +30,7 @@ from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
+from flide.serve.backend import Backend, LocalBackend, Place
 from flide.serve.body import known_encoding, read_body, unpack
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
@@ -37,9 +38,7 @@ from flide.serve.docs_page import POLICY, docs_page
 from flide.serve.extras import extras
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
-from flide.serve.metrics import Metrics
 from flide.serve.openapi import document
-from flide.serve.scheduler import Scheduler, Ticket
 
 logger = logging.getLogger("flide.serve")
 
@@ -54,26 +53,14 @@ class DecisionServer:
     """What the routes share.
 
     Args:
-        engine: made ready; it stays the caller's to close.
+        backend: what answers; an engine that is ready stands for itself, and stays the caller's to close.
         config: limits.
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig) -> None:
-        self.engine, self.config = engine, config
-        self.names = config.names or (engine.model_name,)
-        self.scheduler = Scheduler(
-            engine.submit,
-            round_tokens=engine.round_tokens,
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-            max_per_key=config.max_per_key,
-            max_wait=config.max_wait,
-        )
-        self.metrics = Metrics(
-            waiting=lambda: self.scheduler.waiting,
-            waiting_tokens=lambda: self.scheduler.waiting_tokens,
-            running_tokens=lambda: self.scheduler.running_tokens,
-        )
+    def __init__(self, backend: Backend | Engine, config: ServeConfig) -> None:
+        self.backend: Backend = LocalBackend(backend, config) if isinstance(backend, Engine) else backend
+        self.config, self.counts = config, self.backend.counts
+        self.names = config.names or (self.backend.reader.model_name,)
         # Reading requests must leave a core to the engine, and to the event loop. Many readers would only wait for the
         # interpreter: what takes long, encoding a long text, is spread over all cores anyway.
         readers = min(MOST_READERS, max(1, (os.cpu_count() or 2) - 1))
@@ -102,7 +89,7 @@ class DecisionServer:
 
     async def systemone(self, request: Request) -> Response:
         decision, headers = await self._decide(request, self._prepare)
-        return _Json({**decision.to_dict(), **extras(decision, self.engine.model_hash)}, headers=headers)
+        return _Json({**decision.to_dict(), **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def decisions(self, request: Request) -> Response:
         """OpenAI's shape, and System One's as on its own route."""
@@ -122,7 +109,7 @@ class DecisionServer:
 
         decision, headers = await self._decide(request, prepare)
         answer = decision.to_dict() if translated is None else translated.response(decision)
-        return _Json({**answer, **extras(decision, self.engine.model_hash)}, headers=headers)
+        return _Json({**answer, **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def _decide(
         self, request: Request, prepare: Callable[[bytes], PreparedRequest]
@@ -133,13 +120,8 @@ class DecisionServer:
         read = time.perf_counter()
         ticket = await self._answer(request, prepared)
         decision = ticket.answer.result()
-        for answer in decision.answers.values():
-            self.metrics.questions.labels(answer.type).inc()
-        assert ticket.started is not None
-        assert ticket.ended is not None
-        wait, run = ticket.started - ticket.arrived, ticket.ended - ticket.started
-        self.metrics.wait.observe(wait)
-        self.metrics.run.observe(run)
+        wait, run = ticket.waited, ticket.ran
+        self.counts.answered([answer.type for answer in decision.answers.values()], wait, run)
         timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
         return replace(decision, model=self.names[0]), {"Server-Timing": timing}
 
@@ -153,14 +135,14 @@ class DecisionServer:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        if self.engine.closed:
+        if self.backend.closed:
             raise faults.unavailable("The engine is closed.")
-        if self.scheduler.stuck_for > self.config.stuck_after:
+        if await self.backend.stuck_for() > self.config.stuck_after:
             raise faults.unavailable("The engine has not answered for a while.")
         return JSONResponse({"status": "ready"})
 
     async def prometheus(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(await self.backend.metrics(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
@@ -190,15 +172,15 @@ class DecisionServer:
         if len(request.questions) > self.config.max_questions:
             message = f"Input should have at most {self.config.max_questions} questions, not {len(request.questions)}"
             raise RequestError([{"loc": place("questions"), "msg": message, "type": "too_long"}])
-        return self.engine.encode(request)
+        return self.backend.reader.encode(request)
 
     def _check_model(self, name: str) -> None:
         if name != ALIAS and name not in self.names:
             raise faults.no_such_model()
 
-    async def _answer(self, request: Request, prepared: PreparedRequest) -> Ticket:
+    async def _answer(self, request: Request, prepared: PreparedRequest) -> Place:
         """Wait for the answer, unless the client leaves or it takes too long."""
-        with self.scheduler.ticket(prepared, request.state.key) as ticket:
+        with self.backend.ticket(prepared, request.state.key) as ticket:
             leaving = asyncio.ensure_future(_gone(request))
             leaving.add_done_callback(lambda _: ticket.give_up(ClientDisconnect()))
             too_late = faults.unavailable("The request took too long.")
@@ -222,30 +204,29 @@ class DecisionServer:
                     request.state.key = self.config.keys.holder(request.headers.get("authorization"))
                 response = await handler(request)
             except Fault as fault:
-                self.metrics.rejects.labels(fault.reason).inc()
+                self.counts.reject(fault.reason)
                 response = request.state.refusal(fault)
             except ClientDisconnect:
-                self.metrics.rejects.labels("disconnected").inc()
+                self.counts.reject("disconnected")
                 response = Response(status_code=499)
             except Exception as error:  # noqa: BLE001 - one request must not take others down
                 # The text of an error may quote what was sent.
                 logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
-                failure = faults.unavailable("The engine is closed.") if self.engine.closed else faults.broken()
-                self.metrics.rejects.labels(failure.reason).inc()
+                failure = faults.unavailable("The engine is closed.") if self.backend.closed else faults.broken()
+                self.counts.reject(failure.reason)
                 response = request.state.refusal(failure)
-            self.metrics.requests.labels(name, str(response.status_code)).inc()
+            self.counts.request(name, response.status_code)
             return response
 
         return handle
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        unobserve = self.engine.observe(self.metrics.round)
+        await self.backend.start()
         try:
             yield
-            await self.scheduler.drain()
         finally:
-            unobserve()
+            await self.backend.drain()
         self._readers.shutdown(cancel_futures=True)
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
-import json
-import logging
 import os
-import signal
 import socket
 import sys
 from dataclasses import replace
@@ -17,8 +13,6 @@ from typing import Any
 from flide.console import add_temperature_options, given_temperatures, tell
 from flide.errors import FlideError
 
-BACKLOG = 2048  # connections that wait to be accepted
-SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
 NEEDED = ("starlette", "uvicorn", "zstandard", "prometheus_client")
 
 
@@ -50,6 +44,10 @@ def add_parser(commands: Any) -> None:
         ("max-requests-per-key", "that may wait or run"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=float if name == "request-timeout" else int, help=text)
+    text = (
+        "processes that read requests and write answers for the one that has the model (default: 0, it does so itself)"
+    )
+    parser.add_argument("--frontends", metavar="N", type=int, default=0, help=text)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     add_temperature_options(parser)
@@ -60,14 +58,12 @@ def serve(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise FlideError(f"serving needs {', '.join(missing)}: pip install 'flide-torch[serve]'")
-    import torch
-    import uvicorn
-
     from flide.runtime.config import EngineConfig
-    from flide.runtime.engine import Engine
     from flide.serve.app import DecisionServer
     from flide.serve.config import ServeConfig
+    from flide.serve.frontends import Frontends
     from flide.serve.keys import KeyRing
+    from flide.serve.run import BACKLOG, Logs, bound, keep_from_collector, run_uvicorn
 
     if arguments.api_key is not None and arguments.api_key_file is not None:
         raise FlideError("give --api-key or --api-key-file, not both")
@@ -92,7 +88,8 @@ def serve(arguments: argparse.Namespace) -> int:
         root_path=arguments.root_path,
         **{name: value for name, value in given.items() if value is not None},
     )
-    _set_up_logs(arguments.log_level.upper(), arguments.log_format)
+    logs = Logs(arguments.log_level, arguments.log_format)
+    logs.set_up()
     temperatures = given_temperatures(arguments)
     engine_config = EngineConfig(
         device=arguments.device,
@@ -102,63 +99,44 @@ def serve(arguments: argparse.Namespace) -> int:
         max_request_tokens=arguments.max_request_tokens,
         temperatures=temperatures or None,
     )
-    if engine_config.resolve_device().type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is for sockets and bodies
-    sys.setswitchinterval(SWITCH_SECONDS)
-    tell("making the model ready")
-    engine = (
-        Engine.default(engine_config)
-        if arguments.model is None
-        else Engine.from_pretrained(arguments.model, engine_config)
-    )
-    with engine:
-        engine.decide([WARM_UP])
-        names = (engine.model_name, *arguments.alias)
-        server = DecisionServer(engine, replace(config, names=names))
-        # What is here now stays. Collecting it again and again would halt everything for half a second each time.
-        gc.collect()
-        gc.freeze()
-        with _listening(config.host, config.port) as listening:
-            address = listening.getsockname()
-            tell(f"listening on http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}")
-            settings = uvicorn.Config(
-                server.app(),
-                root_path=config.root_path,
-                log_config=None,
-                log_level=arguments.log_level,
-                access_log=False,
-                proxy_headers=False,  # nothing asks for the client's address
-                server_header=False,
-                timeout_graceful_shutdown=int(config.request_timeout) + 1,
-            )
-            # uvicorn raises the signal that ended it once more, when all is answered.
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
-            uvicorn.Server(settings).run(sockets=[listening])
+    if arguments.frontends:
+        frontends = Frontends(arguments.frontends)
+        try:
+            with _ready(arguments.model, engine_config, frontends=arguments.frontends) as engine:
+                config = replace(config, names=(engine.model_name, *arguments.alias))
+                keep_from_collector()
+                return frontends.serve(engine, config, logs, listening=_tell_address)
+        finally:
+            frontends.end()
+    with _ready(arguments.model, engine_config) as engine:
+        server = DecisionServer(engine, replace(config, names=(engine.model_name, *arguments.alias)))
+        keep_from_collector()
+        with bound(config) as listening:
+            listening.listen(BACKLOG)
+            _tell_address(listening)
+            run_uvicorn(server.app(), config, logs, listening)
     return 0
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise FlideError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+def _ready(model: str | None, config: Any, *, frontends: int = 1) -> Any:
+    """An engine that has answered once."""
+    import torch
+
+    from flide.runtime.engine import Engine
+    from flide.serve.run import SWITCH_SECONDS
+
+    if config.resolve_device().type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) - frontends))  # cores for sockets and bodies
+    sys.setswitchinterval(SWITCH_SECONDS)
+    tell("making the model ready")
+    engine = Engine.default(config) if model is None else Engine.from_pretrained(model, config)
+    engine.decide([WARM_UP])
+    return engine
 
 
-class _JsonLines(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
-        return json.dumps({**line, "message": record.getMessage()}, ensure_ascii=False)
-
-
-def _set_up_logs(level: str, format: str) -> None:
-    for handler in logging.getLogger().handlers:
-        handler.setLevel(level)
-        if format == "json":
-            handler.setFormatter(_JsonLines())
-    logging.getLogger().setLevel(level)
+def _tell_address(listening: socket.socket) -> None:
+    address = listening.getsockname()
+    tell(f"listening on http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}")
 
 
 WARM_UP = {

@@ -29,6 +29,9 @@ class Fault(Exception):
         self.status, self.detail, self.reason = status, detail, reason
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, self.detail, self.reason, self.headers)
+
     @classmethod
     def of(cls, status: int, kind: str, message: str, *, retry: bool = False, headers: Any = None) -> Fault:
         retry_after = {"Retry-After": str(RETRY_SOON)} if retry else {}

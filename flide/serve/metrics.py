@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,6 +13,17 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 REQUESTS = tuple(2.0**n for n in range(9))  # of a round
 TOKENS = tuple(2.0**n for n in range(6, 16))
 FILL = (0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 0.975, 1.0)
+
+
+class Counts(Protocol):
+    """What a server counts."""
+
+    def request(self, route: str, status: int) -> None: ...
+
+    def reject(self, reason: str) -> None: ...
+
+    def answered(self, types: Sequence[str], waited: float, ran: float) -> None:
+        """A request with questions of some types, the seconds it waited and those it was in the engine."""
 
 
 class Metrics:
@@ -29,11 +41,11 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, buckets=buckets, registry=registry)
 
-        self.requests = Counter("flide_requests", "Requests", ["route", "status"], registry=registry)
-        self.rejects = Counter("flide_rejects", "Requests refused", ["reason"], registry=registry)
-        self.questions = Counter("flide_questions", "Questions answered", ["type"], registry=registry)
-        self.wait = histogram("flide_wait_seconds", "From arrival to the engine", SECONDS)
-        self.run = histogram("flide_run_seconds", "In the engine", SECONDS)
+        self._answers = Counter("flide_requests", "Requests", ["route", "status"], registry=registry)
+        self._rejects = Counter("flide_rejects", "Requests refused", ["reason"], registry=registry)
+        self._questions = Counter("flide_questions", "Questions answered", ["type"], registry=registry)
+        self._wait = histogram("flide_wait_seconds", "From arrival to the engine", SECONDS)
+        self._run = histogram("flide_run_seconds", "In the engine", SECONDS)
         rounds = Counter("flide_rounds", "Rounds run, by replaying a graph or not", ["graph"], registry=registry)
         self._rounds = {True: rounds.labels("replayed"), False: rounds.labels("none")}
         self._seconds = histogram("flide_round_seconds", "On the device (GPU time), of a round", SECONDS)
@@ -49,6 +61,18 @@ class Metrics:
             ("flide_running_tokens", "Tokens that the engine was given", running_tokens),
         ):
             Gauge(name, text, registry=registry).set_function(read)
+
+    def request(self, route: str, status: int) -> None:
+        self._answers.labels(route, str(status)).inc()
+
+    def reject(self, reason: str) -> None:
+        self._rejects.labels(reason).inc()
+
+    def answered(self, types: Sequence[str], waited: float, ran: float) -> None:
+        for name in types:
+            self._questions.labels(name).inc()
+        self._wait.observe(waited)
+        self._run.observe(ran)
 
     def round(self, report: RoundReport) -> None:
         """Count a round. From any thread."""

@@ -14,12 +14,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
-from flide.runtime.decision import Decision
-from flide.runtime.rounds import PreparedRequest
+from flide.runtime.rounds import Runnable
 from flide.serve.faults import key_limit, queue_full, unavailable
 
-Submit = Callable[[PreparedRequest], "Future[Decision]"]
+Submit = Callable[[Any], "Future[Any]"]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,14 +33,27 @@ class Ticket:
         answer: of the engine.
     """
 
-    prepared: PreparedRequest
+    prepared: Runnable
     key: str
     tokens: int
     arrived: float
-    answer: asyncio.Future[Decision]
+    answer: asyncio.Future[Any]
     started: float | None = None
     ended: float | None = None
-    running: Future[Decision] | None = field(default=None, repr=False)
+    running: Future[Any] | None = field(default=None, repr=False)
+
+    @property
+    def waited(self) -> float:
+        """Seconds before it ran."""
+        assert self.started is not None
+        return self.started - self.arrived
+
+    @property
+    def ran(self) -> float:
+        """Seconds in the engine."""
+        assert self.started is not None
+        assert self.ended is not None
+        return self.ended - self.started
 
     def give_up(self, error: Exception) -> None:
         """Raise an error where the answer is awaited, unless it is there."""
@@ -81,7 +94,7 @@ class Scheduler:
         self._last_end = time.monotonic()
 
     @contextlib.contextmanager
-    def ticket(self, prepared: PreparedRequest, key: str) -> Iterator[Ticket]:
+    def ticket(self, prepared: Runnable, key: str) -> Iterator[Ticket]:
         """A request's place in the queue. Its ``answer`` is to be awaited inside, and raises what the engine raised, or
         503; outside nobody waits for it any more, and it is dropped unless it runs.
 
@@ -144,7 +157,7 @@ class Scheduler:
             self.running_tokens += ticket.tokens
             ticket.running.add_done_callback(functools.partial(self._finish_soon, ticket))
 
-    def _finish_soon(self, ticket: Ticket, _: Future[Decision]) -> None:
+    def _finish_soon(self, ticket: Ticket, _: Future[Any]) -> None:
         """On the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             ticket.answer.get_loop().call_soon_threadsafe(self._finish, ticket)
@@ -188,12 +201,11 @@ class Scheduler:
         self.waiting_tokens -= ticket.tokens
 
 
-def _settle(ticket: Ticket, decision: Decision | None, error: BaseException | None) -> None:
+def _settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:
     ticket.ended = time.monotonic()
     if ticket.answer.done():
         return
     if error is not None:
         ticket.answer.set_exception(error)
     else:
-        assert decision is not None
-        ticket.answer.set_result(decision)
+        ticket.answer.set_result(result)

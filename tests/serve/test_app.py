@@ -280,7 +280,7 @@ def test_logits_that_are_not_finite_are_an_error_of_that_request(engine: Engine)
         return future
 
     served = Served(engine, ServeConfig())
-    served.decisions.scheduler._submit = submit
+    served.decisions.backend.scheduler._submit = submit
     try:
         with httpx.Client(base_url=served.url, timeout=60) as own:
             assert post(own, body(state="breaks")).status_code == 500
@@ -306,7 +306,7 @@ def test_a_closed_engine_is_unavailable_not_broken() -> None:
 
 def test_ready_turns_red_when_the_engine_hangs(engine: Engine) -> None:
     served = Served(engine, ServeConfig(stuck_after=0.05, request_timeout=0.5))
-    served.decisions.scheduler._submit = lambda prepared: type(engine.submit(engine.prepare(BODY)))()
+    served.decisions.backend.scheduler._submit = lambda prepared: type(engine.submit(engine.prepare(BODY)))()
     try:
         with httpx.Client(base_url=served.url, timeout=60) as client:
             assert client.get("/ready").status_code == 200

@@ -510,17 +510,17 @@ def test_other_faults_keep_their_status(engine: Engine, client: TestClient) -> N
         headers = {"authorization": "Bearer k"}
         error = check_envelope(keyed.post("/v1/decisions", json=BODY, headers=headers), 400)
         assert (error["param"], error["code"]) == ("questions", "array_above_max_length")
-        few.scheduler._per_key["a"] = 1
+        few.backend.scheduler._per_key["a"] = 1
         small = {**BODY, "questions": [PREDICATE]}
         response = keyed.post("/v1/decisions", json=small, headers=headers)
         assert check_envelope(response, 429)["type"] == "rate_limit_error"
         assert 0 < int(response.headers["retry-after"]) < 30
-        del few.scheduler._per_key["a"]
-        few.scheduler.waiting = 1 << 30
+        del few.backend.scheduler._per_key["a"]
+        few.backend.scheduler.waiting = 1 << 30
         assert (
             check_envelope(keyed.post("/v1/decisions", json=small, headers=headers), 529)["type"] == "overloaded_error"
         )
-        few.scheduler.waiting, few.scheduler._draining = 0, True
+        few.backend.scheduler.waiting, few.backend.scheduler._draining = 0, True
         assert check_envelope(keyed.post("/v1/decisions", json=small, headers=headers), 503)["type"] == "server_error"
 
 

@@ -63,7 +63,7 @@ def test_bodies_that_break_off_leave_nothing_behind(served: Served) -> None:
             writer.transport.abort()
         await good(served)
         deadline = time.monotonic() + 20
-        scheduler = served.decisions.scheduler
+        scheduler = served.decisions.backend.scheduler
         while scheduler.waiting or scheduler.running_tokens or scheduler._per_key:
             assert time.monotonic() < deadline, "something is still waiting"
             await asyncio.sleep(0.05)

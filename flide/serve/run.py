@@ -1,0 +1,91 @@
+"""What every process that serves does: its log, its socket, uvicorn."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from flide.errors import FlideError
+from flide.serve.config import ServeConfig
+
+BACKLOG = 2048  # connections that wait to be accepted
+SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """How to log: the name of a level, in lower case, and "text" or "json"."""
+
+    level: str
+    format: str
+
+    def set_up(self) -> None:
+        """To standard error."""
+        logging.basicConfig(format="%(name)s: %(message)s", stream=sys.stderr)
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(self.level.upper())
+            if self.format == "json":
+                handler.setFormatter(_JsonLines())
+        logging.getLogger().setLevel(self.level.upper())
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname.lower(), "logger": record.name}
+        return json.dumps({**line, "message": record.getMessage()}, ensure_ascii=False)
+
+
+def bound(config: ServeConfig, *, shared: bool = False) -> socket.socket:
+    """A socket at the server's address, which does not listen yet.
+
+    Args:
+        config: host and port.
+        shared: with other processes of this user, over which the kernel spreads connections.
+
+    Raises:
+        FlideError: the address cannot be had.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        reason = getattr(error, "strerror", None) or error
+        raise FlideError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
+    return sock
+
+
+def keep_from_collector() -> None:
+    """What is here now stays. Collecting it again and again would halt everything for half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def run_uvicorn(app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, and then answer what was taken."""
+    settings = uvicorn.Config(
+        app,
+        root_path=config.root_path,
+        log_config=None,
+        log_level=logs.level,
+        access_log=False,
+        proxy_headers=False,  # nothing asks for the client's address
+        server_header=False,
+        timeout_graceful_shutdown=int(config.request_timeout) + 1,
+    )
+    # uvicorn raises the signal that ended it once more, when all is answered.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    uvicorn.Server(settings).run(sockets=[listening])
