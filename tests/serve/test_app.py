@@ -7,6 +7,7 @@ import gzip
 import json
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import zstandard
 
 from flide import Engine, EngineConfig, ModelOutputError
+from flide.runtime.reader import RequestReader
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from tests.serve.conftest import BODY, Served
@@ -147,9 +149,10 @@ def test_media_types(client: httpx.Client, headers: dict[str, str], status: int)
 
 
 def test_more_questions_than_there_is_memory_for(
-    client: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "max_request_tokens", 200)
+    backend = served.decisions.backend
+    monkeypatch.setattr(backend, "reader", replace(backend.reader, max_request_tokens=200))
     questions = {f"q{i}": {"type": "noul", "instructions": f"Is {i} mentioned?"} for i in range(50)}
     for path in ("/v1/systemone", "/v1/decisions"):
         response = client.post(path, json=body(questions=questions))
@@ -243,17 +246,15 @@ def test_keys(engine: Engine) -> None:
         served.stop()
 
 
-def test_one_request_that_fails_takes_no_other_down(
-    engine: Engine, served: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = engine.encode
+def test_one_request_that_fails_takes_no_other_down(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RequestReader.encode
 
-    def encode(request: Any) -> Any:
+    def encode(self: RequestReader, request: Any) -> Any:
         if request.state == "fails":
             raise KeyError("a secret state")
-        return real(request)
+        return real(self, request)
 
-    monkeypatch.setattr(engine, "encode", encode)
+    monkeypatch.setattr(RequestReader, "encode", encode)
     responses: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda state=state: responses.append(post(client, body(state=state))))
