@@ -77,6 +77,7 @@ class TreeLayout:
             place among the nodes with children (-1 without).
         level_rows, level_nodes: ``[levels + 1]`` where the rows and nodes of each level begin, and their number.
         reads: ``[2, N]`` int32 readout row and its level, in depth-first order of the tree.
+        num_shared_tokens: how many more tokens the tree's isolated prompts have than the tree.
     """
 
     rows: NDArray[np.int32]
@@ -84,6 +85,7 @@ class TreeLayout:
     level_rows: tuple[int, ...]
     level_nodes: tuple[int, ...]
     reads: NDArray[np.int32]
+    num_shared_tokens: int
 
     @classmethod
     def of(cls, tree: TokenTree) -> TreeLayout:
@@ -109,36 +111,42 @@ class TreeLayout:
         used = [level for level in levels if level]
         level_nodes = (0, *itertools.accumulate(map(len, used)))
         flat = [node for these in used for node, _, _ in these]
-        starts = np.array([start for these in used for _, start, _ in these], np.int32)
-        lengths = np.array([len(node.tokens) for node in flat], np.int32)
-        has_children = np.array([bool(node.children) for node in flat])
-        ends = lengths.cumsum(dtype=np.int32)
-        begins = ends - lengths
-        nodes = np.empty((5, len(flat)), np.int32)
-        nodes[0] = ends
-        nodes[1] = np.repeat(np.arange(len(used)), np.diff(level_nodes))
-        nodes[2] = starts
-        nodes[3] = [parent for these in used for _, _, parent in these]
-        nodes[3] += np.where(nodes[1] > 0, np.array(level_nodes)[nodes[1] - 1], 0)
-        nodes[4] = np.where(has_children, has_children.cumsum() - 1, -1)
-        rows = np.empty((3, int(ends[-1])), np.int32)
+        starts = [start for these in used for _, start, _ in these]
+        lengths = [len(node.tokens) for node in flat]
+        ends = list(itertools.accumulate(lengths))
+        begins = [0, *ends[:-1]]
+        parents = [-1] + [level_nodes[i] + parent for i, these in enumerate(used[1:]) for _, _, parent in these]
+        places = itertools.count()
+        nodes = [
+            ends,
+            [level for level, these in enumerate(used) for _ in these],
+            starts,
+            parents,
+            [next(places) if node.children else -1 for node in flat],
+        ]
+        rows = np.empty((3, ends[-1]), np.int32)
         np.concatenate([np.asarray(node.tokens, np.int32) for node in flat], out=rows[0])
-        rows[1] = np.arange(rows.shape[1], dtype=np.int32) + np.repeat(starts - begins, lengths)
-        rows[2] = np.repeat(np.arange(len(flat), dtype=np.int32), lengths)
-        level_rows = (0, *ends[np.array(level_nodes[1:]) - 1].tolist())
-        read = np.array([(level_nodes[level] + i, row, level) for level, i, row in reads], np.int32).reshape(-1, 3)
-        return cls(rows, nodes, level_rows, level_nodes, np.stack([begins[read[:, 0]] + read[:, 1], read[:, 2]]))
+        ahead = [start - begin for start, begin in zip(starts, begins, strict=True)]
+        np.add(_numbers(ends[-1]), np.repeat(np.array(ahead, np.int32), lengths), out=rows[1])
+        rows[2] = np.repeat(_numbers(len(flat)), lengths)
+        isolated = sum(
+            start + length for node, start, length in zip(flat, starts, lengths, strict=True) if not node.children
+        )
+        return cls(
+            rows=rows,
+            nodes=np.array(nodes, np.int32),
+            level_rows=(0, *(ends[n - 1] for n in level_nodes[1:])),
+            level_nodes=level_nodes,
+            reads=np.array(
+                [[begins[level_nodes[level] + i] + row for level, i, row in reads], [level for level, _, _ in reads]],
+                np.int32,
+            ),
+            num_shared_tokens=isolated - ends[-1],
+        )
 
     @property
     def num_tokens(self) -> int:
         return len(self.rows[0])
-
-    @property
-    def num_shared_tokens(self) -> int:
-        """How many more tokens the tree's isolated prompts have than the tree."""
-        ends, _, starts, _, parent_places = self.nodes
-        isolated = starts + np.diff(ends, prepend=0)
-        return int(isolated[parent_places < 0].sum()) - self.num_tokens
 
     @property
     def num_nodes(self) -> int:
@@ -159,6 +167,10 @@ class TreeLayout:
     @property
     def depth(self) -> int:
         return len(self.level_nodes) - 1
+
+
+def _numbers(count: int) -> NDArray[np.int32]:
+    return np.arange(count, dtype=np.int32)
 
 
 def longest_common_prefix(sequences: Sequence[Sequence[int]]) -> int:
