@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -23,14 +24,18 @@ from flide.runtime import ForkMetadata, TokenTree
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import MAX_LABELS, PromptTokenizer
 from scripts.demo import baseline
-from scripts.demo.batched import CHUNK, BatchShape, PaddedBatch, Sample, _Inverse, forward, option_logits
-from scripts.demo.data import MOST_QUESTIONS, rows, with_words_dropped, write_rows
+from scripts.demo.bags import joined, read_bags
+from scripts.demo.batched import CHUNK, BatchShape, PaddedBatch, _Inverse, forward, option_logits
+from scripts.demo.config import DemoConfig
+from scripts.demo.data import MOST_QUESTIONS, make_rows, rows, with_words_dropped, write_rows
 from scripts.demo.grammar import CLOSED, SPLITS, banks
+from scripts.demo.making import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS, _save
+from scripts.demo.parallel import Workers
 from scripts.demo.report import model_card
+from scripts.demo.samples import Sample, encode_row, line_end_ids, make_samples
 from scripts.demo.tasks import TASKS
-from scripts.demo.tokenizer import write_demo_tokenizer
-from scripts.demo.training import DemoConfig, _Step, encode_row, line_end_ids, make_samples, new_model, train
-from scripts.train_demo import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS
+from scripts.demo.tokenizer import prompt_texts, write_demo_tokenizer
+from scripts.demo.training import _batches, _Step, new_model, train
 from tests.tolerance import LOGITS_FP32
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +65,7 @@ def data() -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def directory(data, tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("demo")
-    write_demo_tokenizer(found, rows("train", 1500))
+    write_demo_tokenizer(found, prompt_texts("train", 0, 1500))
     return found
 
 
@@ -215,7 +220,7 @@ def test_tokenizer_has_all_labels(tokenizer):
 
 
 def test_tokenizer_is_made_the_same_again(directory, tmp_path):
-    write_demo_tokenizer(tmp_path, rows("train", 1500))
+    write_demo_tokenizer(tmp_path, prompt_texts("train", 0, 1500))
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (directory / path.name).read_bytes()
 
@@ -312,25 +317,76 @@ def test_option_ends_are_the_ends_of_lines(data, tokenizer):
 
 
 def test_training_learns_and_repeats(directory, tokenizer):
-    samples = make_samples("train", 8, directory)
+    samples = make_samples("train", 0, 8, tokenizer=directory)
     label_ids = [label.id for label in tokenizer.labels(MOST_LABELS)]
     config = small(steps=16, warmup=3, lr=5e-3)
     reports = []
     for _ in range(2):
         model = new_model(config, tokenizer.vocab_size)
-        reports.append(train(model, samples, samples[:4], config, label_ids, report_every=8))
+        endless = itertools.cycle(samples)
+        reports.append(train(model, endless, samples[:4], config, label_ids, report_every=8, judge_every=8))
     for report in reports[0] + reports[1]:
-        del report["seconds"], report["tokens_per_second"]
+        for name in [name for name in report if "second" in name]:
+            del report[name]
     for first, second in zip(*reports, strict=True):
         assert first == pytest.approx(second, rel=1e-5)  # products of small matrices depend on how memory is aligned
     assert reports[0][-1]["nll"] < reports[0][0]["nll"]
+
+
+def test_rows_come_in_order_however_they_are_made(directory):
+    config = small()
+    work = functools.partial(make_samples, tokenizer=directory, dropped_words=0.1)
+    with Workers(0) as alone, Workers(2) as two:
+        lists = [list(workers.stretches(make_rows, "val", 70, size=20)) for workers in (alone, two)]
+        assert lists[0] == lists[1]
+        assert list(itertools.chain(*lists[0])) == list(rows("val", 70))
+        found = []
+        for workers in (alone, two):
+            endless = workers.stretches(work, "train", size=20)
+            batches = itertools.islice(_batches(itertools.chain.from_iterable(endless), config), 40)
+            found.append([[sample.trunk.tolist() for sample in batch] for batch in batches])
+            endless.close()
+        assert found[0] == found[1]
+        seen = [str(trunk) for batch in found[0] for trunk in batch]
+        assert len({*seen}) == len(seen) > 100  # every step has new rows
+
+
+def test_processes_that_make_rows_load_no_torch():
+    names = ["config", "data", "parallel", "samples", "tokenizer", "bags"]
+    program = "; ".join(
+        [
+            "import sys, scripts.train_demo",
+            *(f"import scripts.demo.{name}" for name in names),
+            "print('torch' in sys.modules)",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_model_is_saved_while_it_is_trained(directory, tokenizer, tmp_path):
+    kept = []
+
+    def keep(model: Qwen35ForDecision) -> None:
+        _save(model, tmp_path, tmp_path / "unfinished")
+        kept.append(Qwen35ForDecision.from_pretrained(tmp_path))
+
+    samples = itertools.cycle(make_samples("train", 0, 8, tokenizer=directory))
+    config, label_ids = small(steps=4), [label.id for label in tokenizer.labels(MOST_LABELS)]
+    model = new_model(config, tokenizer.vocab_size)
+    train(model, samples, [next(samples)], config, label_ids, judge_every=2, keep=keep, report_every=2)
+    assert len(kept) == 2
+    assert model.training
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(kept[1].state_dict()[name].bfloat16(), parameter.bfloat16()), name
 
 
 # The judges
 
 
 def test_baseline_learns():
-    bags, told = baseline.read_bags("train", 100)
+    bags, told = joined([read_bags("train", 0, 60), read_bags("train", 60, 100)])
     model = baseline.fit(bags, bags, device=torch.device("cpu"), epochs=5)
     answers = baseline.answers(model, bags, told)
     assert len(answers) == len(told)

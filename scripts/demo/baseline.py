@@ -2,98 +2,27 @@
 
 An option's score is linear in hashed features: the option's words; question word x option word; state word x option
 word; and of yes-or-no questions, whose options' words say little, state word x question word for Yes. A question's
-probabilities are the softmax of its options' scores. Words are those of lower-cased text, in the state also pairs of
-neighbours, so that "not urgent" is a word, too. The penalty is picked on the validation split.
+probabilities are the softmax of its options' scores. The penalty is picked on the validation split.
 
-Shapes: Q questions, O options, S state words, I instruction words, W words of an option.
+Shapes: as in ``scripts/demo/bags.py``.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
-import re
-import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from flide.evaluation.metrics import LabelledAnswer
-from flide.evaluation.rows import parse_row
-from flide.runtime.prompt import option_texts, render_value
-from flide.runtime.request import Choice, Noul
-from scripts.demo.data import SEED, make_row
-from scripts.demo.parallel import over_rows
+from scripts.demo.bags import MOST_OPTIONS, Bags, Told
 
 SLOTS = 1 << 21  # of the hashed features
 PENALTIES = (0.0, 1e-6)
 EPOCHS = 2
 BATCH = 1024
 LR = 0.02
-MOST_STATE, MOST_ASKED, MOST_OPTION, MOST_OPTIONS = 160, 20, 12, 10
-_WORD = re.compile(r"[a-z]+|\d+")
-
-
-class Bags(NamedTuple):
-    """Questions as hashed words, 0 where there is none.
-
-    Attributes:
-        state_QS, asked_QI, options_QOW: int32 words.
-        targets_QO: float32 target distributions.
-        noul_Q: which are yes-or-no questions.
-        count_Q: how many options there are.
-    """
-
-    state_QS: NDArray[np.int32]
-    asked_QI: NDArray[np.int32]
-    options_QOW: NDArray[np.int32]
-    targets_QO: NDArray[np.float32]
-    noul_Q: NDArray[np.bool_]
-    count_Q: NDArray[np.int64]
-
-
-class Told(NamedTuple):
-    """What an answer is called: row, question id, type, names of the options."""
-
-    row: int
-    question_id: str
-    type: str
-    options: tuple[str, ...]
-
-
-def read_bags(split: str, count: int, *, seed: int = SEED, processes: int | None = None) -> tuple[Bags, list[Told]]:
-    """Every question of the first rows of a split."""
-    parts = over_rows(functools.partial(_read, seed=seed), split, count, processes=processes)
-    bags = Bags(*(np.concatenate(arrays) for arrays in zip(*(part[0] for part in parts), strict=True)))
-    return bags, [told for part in parts for told in part[1]]
-
-
-def _read(split: str, first: int, last: int, *, seed: int) -> tuple[Bags, list[Told]]:
-    found, told = [], []
-    for index in range(first, last):
-        row = parse_row(json.dumps(make_row(split, index, seed=seed)), index + 1)
-        words = _words(render_value(row.request.state))
-        state = _hashed([*words, *(f"{a} {b}" for a, b in itertools.pairwise(words))], MOST_STATE)
-        for question_id, question in row.request.questions.items():
-            texts = option_texts(question)
-            options = np.zeros((MOST_OPTIONS, MOST_OPTION), np.int32)
-            for o, text in enumerate(texts):
-                # Places mean something in scales and with Yes and No; a choice's options come in any order.
-                place = [] if isinstance(question, Choice) else [f"<{question.type} {o}>"]
-                options[o] = _hashed([*place, *_words(text)], MOST_OPTION)
-            target = np.zeros(MOST_OPTIONS, np.float32)
-            target[: len(texts)] = row.targets[question_id]
-            asked = _hashed(_words(render_value(question.instructions)), MOST_ASKED)
-            found.append((state, asked, options, target, isinstance(question, Noul), len(texts)))
-            names = ("true", "false") if isinstance(question, Noul) else tuple(map(str, range(len(texts))))
-            names = tuple(question.criteria) if isinstance(question, Choice) else names
-            told.append(Told(index + 1, question_id, question.type, names))
-    return Bags(*(np.array(column) for column in zip(*found, strict=True))), told
 
 
 class Baseline(torch.nn.Module):
@@ -176,12 +105,3 @@ def _fit(train: Bags, penalty: float, *, device: torch.device, epochs: int, seed
             optimizer.step()
             step += 1
     return model
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
-
-
-def _hashed(words: Sequence[str], most: int) -> NDArray[np.int32]:
-    ids: list[Any] = [zlib.crc32(word.encode()) % ((1 << 31) - 2) + 1 for word in dict.fromkeys(words)][:most]
-    return np.array(ids + [0] * (most - len(ids)), np.int32)

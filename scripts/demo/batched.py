@@ -26,25 +26,11 @@ from flide.layers import ForkGatedDeltaNet, RotaryEmbedding
 from flide.layers.rotary import apply_rotary
 from flide.models import Qwen35ForDecision
 from flide.models.qwen3_5 import Qwen35Attention
+from scripts.demo.samples import Sample
 
 CHUNK = 64
 L2_EPS = 1e-6
 IGNORED = -100
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A labelled row as token ids: what its questions share, what each adds, where there the options' lines end, and
-    each one's target distribution."""
-
-    trunk: NDArray[np.int16]
-    branches: list[NDArray[np.int16]]
-    option_ends: list[list[int]]
-    targets: list[tuple[float, ...]]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.trunk) + sum(map(len, self.branches))
 
 
 class BatchShape(NamedTuple):

@@ -48,6 +48,11 @@ def rows(split: str, count: int, *, seed: int = SEED) -> Iterator[dict[str, Any]
     return (make_row(split, index, seed=seed) for index in range(count))
 
 
+def make_rows(split: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Rows ``first`` to ``last`` of a split."""
+    return [make_row(split, index) for index in range(first, last)]
+
+
 def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float) -> dict[str, Any]:
     """A row to train on that leaves out about this share of all words, so that no template is learnt as a whole.
 

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 
 from flide.evaluation.metrics import Evaluation, LabelledAnswer, evaluate
-from flide.evaluation.report import answer_rows
-from flide.evaluation.rows import LabelledRow
-from flide.runtime.engine import Engine
 
 KEYS = ("accuracy", "nll", "brier", "ece")
 
@@ -49,10 +46,9 @@ def question_table(numbers: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def case_lines(engine: Engine, rows: Sequence[LabelledRow]) -> tuple[list[str], int, int]:
-    """The answers to cases written by hand, one line each, and how many of how many are right."""
+def case_lines(answers: Sequence[LabelledAnswer]) -> tuple[list[str], int]:
+    """The answers to cases written by hand, one line each, and how many are right."""
     lines, right = [], 0
-    answers = answer_rows(engine, rows)
     for answer in answers:
         got, wanted = int(np.argmax(answer.probabilities)), int(np.argmax(answer.target))
         right += got == wanted
@@ -60,7 +56,7 @@ def case_lines(engine: Engine, rows: Sequence[LabelledRow]) -> tuple[list[str], 
         lines.append(
             f"{answer.row:>2} {answer.question_id:<10} {answer.options[got]:<20} {answer.probabilities[got]:.2f} {mark}"
         )
-    return lines, right, len(answers)
+    return lines, right
 
 
 def model_card(results: Mapping[str, Any]) -> str:
@@ -87,8 +83,9 @@ by hand (`examples/demo_cases.jsonl`) it answers {cases["right"]} right.
 
 {table(numbers)}
 
-`baseline` is a logistic regression on bags of words, word pairs and their crosses, trained on the same rows.
-`calibrated` uses the temperatures in `calibration.json`, fitted on another split.
+`baseline` is a logistic regression on bags of words, word pairs and their crosses, trained on the first
+{results["baseline_rows"]:,} of the same rows. `calibrated` uses the temperatures in `calibration.json`, fitted on
+another split.
 
 Weakest kinds of question: {", ".join(f"{kind} ({100 * value:.0f} %)" for kind, value in worst)}.
 
@@ -106,10 +103,10 @@ For real use take a real model (`--model Qwen/Qwen3.5-0.8B`), fine-tuned and cal
 
 ## How it was made
 
-{results["rows"]:,} generated rows ({results["questions_per_row"]:.1f} questions each), {results["steps"]:,} steps of
-at most {results["batch_questions"]} questions, AdamW, all parameters; cross entropy over the options' letters
-+ 0.1 Brier + {results["next_token_weight"]} next-token loss on the states. {results["minutes"]:.1f} minutes on
-{results["device"]}.
+{results["rows"]:,} generated rows ({results["questions_per_row"]:.1f} questions each), every one seen once, in
+{results["steps"]:,} steps of at most {results["batch_questions"]} questions, AdamW, all parameters; cross entropy over
+the options' letters + 0.1 Brier + {results["next_token_weight"]} next-token loss on the states. {results["minutes"]:.1f}
+minutes on {results["device"]}.
 License: Apache-2.0, as Flide.
 """
 

@@ -1,82 +1,42 @@
-"""Training the demo model from nothing: rows to samples, the model, the loop.
+"""Training the demo model from nothing: the model and the loop.
 
 Shapes: as in ``scripts/demo/batched.py``.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import itertools
 import math
-import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flide.evaluation.rows import parse_row
 from flide.models import Qwen35Config, Qwen35ForDecision
-from flide.runtime.prompt import ChatFormat
-from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.config import BRIER_WEIGHT, CLIP_NORM
 from flide.train.trainee import decision_losses
 from scripts.demo.batched import (
     BatchShape,
     PaddedBatch,
-    Sample,
     forward,
     next_token_loss,
     option_logits,
     option_row_logits,
 )
-from scripts.demo.data import make_row, with_words_dropped
-from scripts.demo.parallel import over_rows
+from scripts.demo.config import DemoConfig
+from scripts.demo.samples import Sample
 
 FULL, LINEAR = "full_attention", "linear_attention"
 DECAY_STEPS = (1e-3, 1e-1)  # of softplus(dt_bias), as Gated DeltaNet models are initialised for training
 UNKNOWN_SHARE = 0.02  # of the trunks' tokens that become others, so that unknown words are nothing new
 FIRST_PLAIN_ID = 256  # ids below are single bytes
 SORTED_BATCHES = 32  # that are filled by length together, so that padding is small
+QUESTIONS_PER_ROW = 4.4  # about
 # Lengths that batches are padded to, all whole chunks: few, since each pair of them is a CUDA graph.
 TRUNK_LENGTHS, BRANCH_LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024), (48, 64, 96, 128, 192, 256, 512)
 ROWS_PER_QUESTION = 0.25  # at most, of a batch that is padded
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoConfig:
-    """Everything that decides what comes out.
-
-    Attributes:
-        rows: training rows; val_rows and test_rows likewise.
-        steps, batch_questions: of the optimiser, and questions of one, at most; rows are drawn in random order, pass
-            after pass.
-        lr: the highest rate; it rises for ``warmup`` steps and falls to a tenth as a cosine.
-        next_token_weight, option_row_weight: of the auxiliary losses (``next_token_loss``, ``option_row_logits``).
-        dropped_words: share of the words that half of the training rows lack.
-        hidden_size, intermediate_size, layers: of the model; an L is a Gated DeltaNet layer, an F full attention.
-        seed: of the weights and the order.
-    """
-
-    rows: int = 300_000
-    val_rows: int = 2_000
-    test_rows: int = 3_000
-    steps: int = 4_500
-    batch_questions: int = 576
-    lr: float = 1.5e-3
-    warmup: int = 300
-    weight_decay: float = 0.05
-    next_token_weight: float = 0.1
-    option_row_weight: float = 0.3
-    dropped_words: float = 0.12
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    layers: str = "LLFLLF"
-    seed: int = 1
 
 
 def model_config(config: DemoConfig, vocab_size: int) -> Qwen35Config:
@@ -122,72 +82,52 @@ def new_model(config: DemoConfig, vocab_size: int) -> Qwen35ForDecision:
     return model.train()
 
 
-def make_samples(
-    split: str, count: int, tokenizer: Path, *, dropped_words: float = 0.0, processes: int | None = None
-) -> list[Sample]:
-    """The first rows of a split, parsed and encoded as an engine does it; of every other one words are dropped."""
-    work = functools.partial(_encode_rows, directory=tokenizer, dropped_words=dropped_words)
-    return [sample for part in over_rows(work, split, count, processes=processes) for sample in part]
-
-
-def _encode_rows(split: str, first: int, last: int, *, directory: Path, dropped_words: float) -> list[Sample]:
-    format = ChatFormat(PromptTokenizer.from_pretrained(directory))
-    line_ends = line_end_ids(format.tokenizer)
-    samples = []
-    for index in range(first, last):
-        row = make_row(split, index)
-        if dropped_words and index % 2:
-            row = with_words_dropped(row, random.Random(index), share=dropped_words)
-        samples.append(encode_row(row, format, line_ends))
-    return samples
-
-
-def line_end_ids(tokenizer: PromptTokenizer) -> frozenset[int]:
-    """Tokens that end a line."""
-    return frozenset(i for i in range(tokenizer.max_prompt_id() + 1) if tokenizer.decode([i]).endswith("\n"))
-
-
-def encode_row(row: dict[str, Any], format: ChatFormat, line_ends: frozenset[int]) -> Sample:
-    """A row as a sample. Its questions and options are lines: they hold no line breaks."""
-    labelled = parse_row(json.dumps(row), 1)
-    encoded = format.encode(labelled.request)
-    # The first line is the question.
-    ends = [
-        [i for i, token in enumerate(tail) if token in line_ends][1 : n + 1]
-        for tail, n in zip(encoded.tails, encoded.num_options, strict=True)
-    ]
-    return Sample(
-        np.array(encoded.shared, np.int16),
-        [np.array(tail, np.int16) for tail in encoded.tails],
-        ends,
-        list(labelled.targets.values()),
-    )
+Keep = Callable[[Qwen35ForDecision], None]
 
 
 def train(
     model: Qwen35ForDecision,
-    samples: Sequence[Sample],
+    samples: Iterable[Sample],
     held_out: Sequence[Sample],
     config: DemoConfig,
     label_ids: Sequence[int],
     *,
     report_every: int = 100,
+    judge_every: int = 500,
+    keep: Keep | None = None,
 ) -> list[dict[str, float]]:
-    """Train all parameters in place, on the model's device; returns what was reported."""
+    """Train all parameters in place, on the model's device; returns what was reported.
+
+    Args:
+        model: is trained.
+        samples: taken in order, as many as the steps need.
+        held_out: what the model is judged by every ``judge_every`` steps.
+        config: what decides the result.
+        label_ids: of the options' letters.
+        report_every: steps.
+        judge_every: steps.
+        keep: called with the model whenever it was judged, to save it.
+    """
+
+    def run() -> list[dict[str, float]]:
+        return _train(model, samples, held_out, config, label_ids, report_every, judge_every, keep)
+
     if model.lm_head.weight.device.type != "cuda":
-        return _train(model, samples, held_out, config, label_ids, report_every)
+        return run()
     torch.cuda.synchronize()  # the weights were moved on another stream
     with torch.cuda.stream(torch.cuda.Stream()):  # captures need one of their own
-        return _train(model, samples, held_out, config, label_ids, report_every)
+        return run()
 
 
 def _train(
     model: Qwen35ForDecision,
-    samples: Sequence[Sample],
+    samples: Iterable[Sample],
     held_out: Sequence[Sample],
     config: DemoConfig,
     label_ids: Sequence[int],
     report_every: int,
+    judge_every: int,
+    keep: Keep | None,
 ) -> list[dict[str, float]]:
     device = model.lm_head.weight.device
     labels = torch.tensor(label_ids, device=device)
@@ -196,31 +136,41 @@ def _train(
     torch.backends.cuda.matmul.allow_tf32 = True
     step_of = _Step(model, labels, config)
     run = _CapturedStep(step_of) if device.type == "cuda" else step_of
-    started, tokens, reports = time.monotonic(), 0, []
+    started, waited, rows, questions, tokens, reports = time.monotonic(), 0.0, 0, 0, 0, []
     for step in range(config.steps):
         step_of.set_lr(config.lr * _factor(step, config))
+        asked = time.monotonic()
         chosen = next(batches)
+        waited += time.monotonic() - asked
         shape = _common_shape(chosen, config, len(label_ids)) if device.type == "cuda" else None
         run(_with_unknowns(PaddedBatch.of(chosen, shape).to(device), generator, model.config.vocab_size))
+        rows += len(chosen)
+        questions += _num_questions(chosen)
         tokens += sum(sample.num_tokens for sample in chosen)
-        if (step + 1) % report_every == 0 or step + 1 == config.steps:
-            nll, accuracy, words_nll, found_nll = step_of.means()
-            seconds = time.monotonic() - started
-            held_accuracy, held_nll = accuracy_of(model, held_out, labels)
-            reports.append(
-                {
-                    "step": step + 1,
-                    "nll": nll,
-                    "accuracy": accuracy,
-                    "next_token_nll": words_nll,
-                    "option_row_nll": found_nll,
-                    "val_nll": held_nll,
-                    "val_accuracy": held_accuracy,
-                    "seconds": round(seconds, 1),
-                    "tokens_per_second": round(tokens / seconds),
-                }
-            )
-            print(" ".join(f"{key} {value:.4g}" for key, value in reports[-1].items()), flush=True)
+        is_last = step + 1 == config.steps
+        if (step + 1) % report_every and not is_last:
+            continue
+        nll, accuracy, words_nll, found_nll = step_of.means()
+        seconds = time.monotonic() - started
+        report = {
+            "step": step + 1,
+            "nll": nll,
+            "accuracy": accuracy,
+            "next_token_nll": words_nll,
+            "option_row_nll": found_nll,
+            "rows": rows,
+            "questions": questions,
+            "seconds": round(seconds, 1),
+            "seconds_without_rows": round(waited, 1),
+            "rows_per_second": round(rows / seconds),
+            "tokens_per_second": round(tokens / seconds),
+        }
+        if (step + 1) % judge_every == 0 or is_last:
+            report["val_accuracy"], report["val_nll"] = accuracy_of(model, held_out, labels)
+            if keep:
+                keep(model)
+        reports.append(report)
+        print(" ".join(f"{key} {value:.4g}" for key, value in report.items()), flush=True)
     return reports
 
 
@@ -326,17 +276,14 @@ def _factor(step: int, config: DemoConfig) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - config.warmup) / max(1, config.steps - config.warmup)))
 
 
-def _batches(samples: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
-    """Batches without end: random rows, sorted by length within stretches, the stretches' batches in random order."""
-    rng = np.random.default_rng(config.seed)
-    stretch = max(1, round(SORTED_BATCHES * config.batch_questions * len(samples) / _num_questions(samples)))
-    while True:
-        order = rng.permutation(len(samples)).tolist()
-        for begin in range(0, len(order), stretch):
-            rows = sorted((samples[i] for i in order[begin : begin + stretch]), key=_length_class)
-            made = list(_filled(rows, config))
-            for i in rng.permutation(len(made)).tolist():
-                yield made[i]
+def _batches(samples: Iterable[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
+    """Batches of rows as they come, sorted by length within stretches, the stretches' batches in random order."""
+    rng, left = np.random.default_rng(config.seed), iter(samples)
+    stretch = max(1, round(SORTED_BATCHES * config.batch_questions / QUESTIONS_PER_ROW))
+    while rows := sorted(itertools.islice(left, stretch), key=_length_class):
+        made = list(_filled(rows, config))
+        for i in rng.permutation(len(made)).tolist():
+            yield made[i]
 
 
 def _filled(rows: Sequence[Sample], config: DemoConfig) -> Iterator[list[Sample]]:
