@@ -56,12 +56,19 @@ def make_rows(split: str, first: int, last: int) -> list[dict[str, Any]]:
 def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float) -> dict[str, Any]:
     """A row to train on that leaves out about this share of all words, so that no template is learnt as a whole.
 
-    Negations, numbers and what a word can be told apart by stay: the answers remain what they were.
+    Negations, numbers, things that are asked for and what a word can be told apart by stay: the answers remain what
+    they were.
     """
+    asked = " ".join(
+        " ".join([question["instructions"], *(question.get("criteria") or ())])
+        for kind, question in row["questions"].items()
+        if kind.endswith("product")
+    )
+    things = {_plain(word) for word in asked.split()}
 
     def thinned(text: str, *, among: Iterable[str] = ()) -> str:
         words = text.split(" ")
-        kept = [word for word in words if rng.random() >= share or _is_kept(word)]
+        kept = [word for word in words if rng.random() >= share or _is_kept(word) or _plain(word) in things]
         shorter = " ".join(kept)
         return shorter if kept and shorter.strip() and shorter not in among else text
 
@@ -86,8 +93,12 @@ def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float)
     return {**row, "state": _every_text(row["state"], thinned), "questions": questions, "targets": targets}
 
 
+def _plain(word: str) -> str:
+    return word.strip(".,:;!?\n").lower()
+
+
 def _is_kept(word: str) -> bool:
-    plain = word.strip(".,:;!?\n").lower()
+    plain = _plain(word)
     return plain in KEPT or "n't" in plain or not plain.isalpha()
 
 

@@ -23,17 +23,47 @@ SPLITS = ("train", "val", "test")
 CLOSED = ("day", "month", "plan")  # closed classes of words, which all splits share
 _TEXTS = Path(__file__).parent / "texts"
 SYNONYMS = "synonyms.txt"
+# Numbers: any, of days that are soon over, of percent that are many, of milliseconds that are many, of errors.
+_RANGES = {"n": (2, 60), "few": (2, 9), "high": (81, 98), "long": (900, 9900), "code": (100, 9999)}
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
 _MARKS = {"v:": "val", "t:": "test"}
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
 _PHRASES = re.compile(r"\{(lex|some)\.(\w+)\}")
-_NUMBERS = re.compile(r"\{(?:n|code|port|days|window|order|phone)\}|\d+")
+_NUMBERS = re.compile(r"\{(?:n|few|high|long|code|port|days|window|order|phone)\}|\d+")
 _WORDS = re.compile(r"(?<![\w{./-])([A-Za-z][A-Za-z'-]*)(?![\w}/])")
 _SENTENCE_ENDS = re.compile(r"[.!?\n]|: | / ")
 SHORT = 2  # words of a sentence that any split may say
 # Banks whose texts are reworded by nobody: levels, which synonyms might bring out of order.
 _AS_THEY_ARE = ("scale.",)
 REWORDED = (0.0, 0.0, 0.25, 0.5)  # shares of the replaceable phrases of a text that are replaced
+# How often a name in training is an invented word, so that unknown names are nothing new. What is common to the names
+# of a kind stays.
+INVENTED = {
+    "item": (0.3, "{}"),
+    "part": (0.1, "{}"),
+    "first": (0.2, "{:c}"),
+    "last": (0.3, "{:c}"),
+    "city": (0.3, "{:c}"),
+    "company": (0.3, "{:c}"),
+    "event": (0.15, "{}"),
+    "business": (0.15, "{}"),
+    "app": (0.1, "{}"),
+    "feature": (0.1, "{}"),
+    "service": (0.3, "{}-{}"),
+    "host": (0.3, "{}-{:n}"),
+    "file": (0.3, "{}.{:e}"),
+}
+CURRENCIES = ("{} euros", "${}", "{} EUR", "{} dollars", "{} pounds", "\u20ac{}", "\u00a3{}", "USD {}", "{} francs")
+_ENDINGS = ("py", "js", "yaml", "json", "md", "csv", "txt", "html", "sql", "ts", "go", "css", "toml", "xml")
+_ONSETS, _VOWELS, _CODAS = (
+    sounds.split(",")
+    for sounds in (
+        "b,bl,br,c,ch,cl,cr,d,dr,f,fl,fr,g,gl,gr,h,j,k,l,m,n,p,pl,pr,qu,r,s,sc,sh,sk,sl,sp,st,t,th,tr,v,w,z",
+        "a,e,i,o,u,ai,ea,ee,oa,oo,ou",
+        ",n,r,l,m,t,s,d,k,p,x,nd,nt,rk,st,ck,ll,sh",
+    )
+)
 
 Bank = dict[str, list[str]]
 
@@ -88,7 +118,7 @@ class Writer:
     def __init__(self, rng: random.Random, split: str) -> None:
         self.rng, self.split = rng, split
         self.values: dict[str, str] = {}
-        currency = rng.choice(("{} euros", "${}", "{} EUR", "{} dollars"))
+        currency = rng.choice(CURRENCIES if split == "train" else CURRENCIES[:4])
         self.money = currency.format
         for name in ("item", "item2", "app", "feature", "business", "company", "city", "event", "file", "plan"):
             self.values[name] = self.word(name)
@@ -102,8 +132,12 @@ class Writer:
         }
 
     def word(self, name: str) -> str:
-        """An entry of a bank of words; ``item2`` is another item."""
-        return self.rng.choice(banks()[name.rstrip("2")][self.split])
+        """An entry of a bank of words, or in training at times an invented word; ``item2`` is another item."""
+        name = name.rstrip("2")
+        share, form = INVENTED.get(name, (0.0, ""))
+        if self.split == "train" and self.rng.random() < share:
+            return invented(self.rng, form)
+        return self.rng.choice(banks()[name][self.split])
 
     def say(self, bank: str, **values: str) -> str:
         """A text from a template of a bank."""
@@ -117,7 +151,8 @@ class Writer:
             text = with_synonyms(text, self.rng, share=share)
             if not is_held_out(text):
                 break
-        return tidied(_SLOT.sub(lambda slot: values.get(slot[1]) or self._slot(slot[1]), text))
+        filled = _SLOT.sub(lambda slot: values.get(slot[1]) or self._slot(slot[1]), _several(text, self.values))
+        return _ARTICLE.sub(r"\1n ", tidied(filled))
 
     def _resolved(self, template: str) -> str:
         """Without alternatives and phrases; slots stay."""
@@ -141,10 +176,8 @@ class Writer:
     def _slot(self, name: str) -> str:
         if name in self.values:
             return self.values[name]
-        if name == "n":
-            return str(self.rng.randint(2, 60))
-        if name == "code":
-            return str(self.rng.randint(100, 9999))
+        if name in _RANGES:
+            return str(self.rng.randint(*_RANGES[name]))
         if name == "port":
             return str(self.rng.choice((80, 443, 5432, 6379, 8080, 9000)))
         return self.word(name)
@@ -161,6 +194,47 @@ def _bits(template: str) -> float:
     """Of the number of texts that a template stands for, about."""
     alternatives = sum(math.log2(1 + part.count("|")) for part in _INNERMOST.findall(template))
     return alternatives + sum(math.log2(len(banks()[f"lex.{name}"]["train"])) for _, name in _PHRASES.findall(template))
+
+
+def _several(text: str, values: dict[str, str]) -> str:
+    """The text with ``{item}s`` filled by plurals."""
+    return re.sub(r"\{(item2?)\}s\b", lambda slot: plural(values[slot[1]]), text)
+
+
+def plural(noun: str) -> str:
+    """Of a noun, or of what is before its "of"."""
+    head, *rest = noun.partition(" of ")
+    ending = "" if head.endswith(("s", "x")) and not head.endswith("ss") else "s"
+    ending = "es" if head.endswith(("ss", "ch", "sh", "x")) else ending
+    return "".join([head.removesuffix("f") + "ves" if head.endswith("elf") else head + ending, *rest])
+
+
+def invented(rng: random.Random, form: str) -> str:
+    """A name of invented words that no split has: see ``INVENTED``."""
+    while True:
+        name = form
+        for kind in re.findall(r"\{:?(\w?)\}", form):
+            name = re.sub(r"\{:?\w?\}", _piece(rng, kind), name, count=1)
+        if name.lower() not in _names():
+            return name
+
+
+def _piece(rng: random.Random, kind: str) -> str:
+    if kind == "n":
+        return str(rng.randint(1, 60))
+    if kind == "e":
+        return rng.choice(_ENDINGS)
+    syllables = [
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + (rng.choice(_CODAS) if rng.random() < 0.6 else "")
+        for _ in range(rng.choice((2, 2, 3)))
+    ]
+    word = "".join(syllables)
+    return word.capitalize() if kind == "c" else word
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(name.lower() for kind in INVENTED for bank in banks()[kind].values() for name in bank)
 
 
 def tidied(text: str) -> str:

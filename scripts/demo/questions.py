@@ -34,6 +34,7 @@ def choice(
     names: str,
     described: str | None = None,
     most: int = 6,
+    explained: bool = False,
 ) -> Asked:
     """Which of several kinds: the truth and some others, in a random order under random names.
 
@@ -45,11 +46,13 @@ def choice(
         names: names come from the banks ``{names}.{kind}``.
         described: descriptions come from the banks ``{described}.{kind}``, in some questions.
         most: options, at most.
+        explained: with all descriptions.
     """
     rng = writer.rng
     kept = [truth, *others[: rng.randint(1, max(1, min(most - 1, len(others))))]]
     rng.shuffle(kept)
     style = rng.choice(("all", "all", "some", "none", "none")) if described else "none"
+    style = "all" if explained else style
     criteria: dict[str, str | None] = {}
     answer = ""
     for kind in kept:

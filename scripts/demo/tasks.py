@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
-from scripts.demo.grammar import Writer, banks, kinds
+from scripts.demo.grammar import Writer, banks, kinds, plural
 from scripts.demo.questions import Asked, choice, noul, plain_choice, score, shuffled
 
 
@@ -25,11 +26,19 @@ GOODS = ("damaged", "late", "lost", "wrong_item")
 UNCLEAR = {
     "late": ("lost",),
     "lost": ("late",),
-    "login": ("crash",),
-    "setup": ("crash",),
-    "crash": ("setup",),
+    "login": ("crash", "profile"),
+    "setup": ("crash", "damaged"),
+    "crash": ("setup", "damaged"),
+    "damaged": ("setup", "crash"),
     "double_charge": ("wrong_amount",),
+    "wrong_amount": ("double_charge", "invoice"),
+    "invoice": ("wrong_amount", "profile"),
+    "cancel": ("profile",),
+    "profile": ("cancel", "login"),
 }
+REQUESTS = ("invoice", "profile", "quote", "cancel")  # that want something by themselves, and no explanation
+WINDOWS = (7, 10, 14, 20, 21, 28, 30, 45, 60, 90)
+LIMITS = (20, 25, 30, 40, 50, 60, 75, 80, 100, 120, 150, 180, 200, 250, 300, 400, 500)
 ISSUE_WORDS = ("question", "help", "my message", "request", "please read")
 
 
@@ -39,16 +48,14 @@ def support(writer: Writer) -> Task:
     team = rng.choice(sorted(set(TEAMS.values())))
     issue = rng.choice([kind for kind, owner in TEAMS.items() if owner == team])
     urgency, mood = rng.choice((0, 1, 1, 2, 2, 3, 3)), rng.choice((0, 1, 1, 2, 3))
-    money = issue in (*GOODS, "double_charge", "wrong_amount", "crash", "setup")
-    wants = (
-        ["information", "none", None, None]
-        + (["refund"] * 4 if money else [])
-        + (["replacement"] * 2 if issue in GOODS else [])
-    )
-    want, again = rng.choice(wants), rng.choice((True, False, None, None))
+    want, again = rng.choice(_wants(issue)), rng.choice((True, False, None, None))
+    if want == "none":
+        urgency = min(urgency, 1)  # who wants nothing is in no hurry
     order = rng.random() < 0.4
 
-    sentences = [writer.say(f"issue.{issue}")]
+    if mood == 0 and (again or urgency == 3):
+        mood = 1
+    sentences = [about := writer.say(f"issue.{issue}")]
     urgent = writer.say(f"urgency.{urgency}") if urgency != 1 else ""
     said = [urgent, writer.say(f"mood.{mood}") if mood != 1 else "", writer.say(f"want.{want}") if want else ""]
     if again is not None:
@@ -61,8 +68,10 @@ def support(writer: Writer) -> Task:
     asides = asides[: rng.choice((0, 0, 1, 1, 2, 3))]
     said += [writer.say(f"aside.{aside}") for aside in asides]
     days = used = None
-    if issue in (*GOODS, "setup") and rng.random() < 0.5:
-        days, used = rng.randint(1, 100), rng.random() < 0.35
+    window = rng.randint(5, 120) if writer.split == "train" and rng.random() < 0.5 else rng.choice(WINDOWS)
+    if issue in ("damaged", "wrong_item", "setup") and rng.random() < 0.6:  # what is not there is not used
+        days = rng.randint(1, window) if rng.random() < 0.6 else rng.randint(window + 1, 2 * window + 30)
+        used = rng.random() < 0.35
         said += [writer.say("bought", days=str(days)), writer.say("used.yes" if used else "used.no")]
     plan = writer.values["plan"] if rng.random() < 0.4 else None
     said = [sentence for sentence in said if sentence]
@@ -71,7 +80,7 @@ def support(writer: Writer) -> Task:
     sentences = [*said[:cut], *sentences, *said[cut:]]
 
     asked = {
-        "team": _team(writer, team, asides),
+        "team": _team(writer, team, asides, explained=want == "refund" or issue == "cancel"),
         "issue": choice(writer, "ask.issue", issue, _near(writer, issue), names="label"),
         "is_issue": _is_issue(writer, issue),
         "urgency": score(writer, "ask.urgency", urgency, scale="urgency"),
@@ -82,17 +91,22 @@ def support(writer: Writer) -> Task:
         "again": noul(writer, "ask.again", bool(again)),
         "order": noul(writer, "ask.order", order),
     }
-    if mood == 1 and "tech" in asides:  # praise of a feature
+    # Who praises a feature, asks once more or is at a standstill need not be neutral.
+    if mood == 1 and ("tech" in asides or again or urgency == 3):
         del asked["mood"], asked["anger"]
+    if want is None and issue in ("double_charge", "wrong_amount"):  # paid too much: money back goes without saying
+        del asked["refund"]
     if again is None and "none" in asides:  # the line may have been busy
         del asked["again"]
     if want:
         asked["want"] = choice(writer, "ask.want", want, shuffled(writer, kinds("want"), want), names="wish")
-    dated = any(day in urgent for day in banks()["day"]["train"])
-    if urgency != 2 or dated:
+    days_of_week = banks()["day"]["train"]
+    dated = any(day in urgent for day in days_of_week)
+    # A promised day, or the month in which a contract ends, is a date of another kind.
+    other_date = issue == "cancel" or (issue in GOODS and any(day in about for day in days_of_week))
+    if dated or (urgency != 2 and not other_date):
         asked["deadline"] = noul(writer, "ask.deadline", dated)
     if days is not None:
-        window = rng.choice((14, 30, 60))
         asked["window"] = noul(writer, "ask.window", days <= window, window=str(window))
         asked["policy"] = noul(writer, "ask.policy", days <= window and not used, window=str(window))
     if plan:
@@ -100,16 +114,32 @@ def support(writer: Writer) -> Task:
         asked["escalate"] = noul(writer, "ask.escalate", big and urgency == 3)
     state = _message(writer, sentences, plan)
     told, item = str(state), writer.values["item"]
-    if item in told and writer.values["item2"] not in told:
-        wrong = shuffled(writer, [thing for thing in banks()["item"][writer.split] if thing not in told], item)
+    if _mentions(told, item) and not _mentions(told, writer.values["item2"]):
+        others = dict.fromkeys(writer.word("item") for _ in range(8))
+        wrong = [thing for thing in others if thing not in item and thing not in told]
         asked["product"] = plain_choice(writer, "ask.product", item, wrong)
         asked["is_product"] = noul(
-            writer, "isit.product", (about := rng.random() < 0.5), thing=item if about else wrong[0]
+            writer, "isit.product", (is_so := rng.random() < 0.5), thing=item if is_so else wrong[0]
         )
     return Task(state, asked)
 
 
-def _team(writer: Writer, team: str, asides: list[str]) -> Asked:
+def _wants(issue: str) -> list[str | None]:
+    """What the writer of such a message may ask for beside what the issue itself says."""
+    if issue in REQUESTS:
+        return [None]
+    wants: list[str | None] = ["information", None, None]
+    if issue not in ("setup", "login"):
+        wants += ["none"] + ["refund"] * 4
+    return wants + (["replacement"] * 2 if issue in GOODS else [])
+
+
+def _mentions(text: str, thing: str) -> bool:
+    return bool(re.search(rf"\b({re.escape(thing)}|{re.escape(plural(thing))})\b", text))
+
+
+def _team(writer: Writer, team: str, asides: list[str], *, explained: bool) -> Asked:
+    """``explained``: it takes the descriptions to see whose it is."""
     rng = writer.rng
     # Teams that the text mentions for no reason come first.
     others = [
@@ -118,21 +148,20 @@ def _team(writer: Writer, team: str, asides: list[str]) -> Asked:
     ]
     if rng.random() < 0.2:
         if rng.random() < 0.5:
-            return choice(writer, "ask.team", "other", others, names="name", described="desc")
+            return choice(writer, "ask.team", "other", others, names="name", described="desc", explained=explained)
         others.insert(0, "other")
-    return choice(writer, "ask.team", team, others, names="name", described="desc")
+    return choice(writer, "ask.team", team, others, names="name", described="desc", explained=explained)
 
 
 def _near(writer: Writer, issue: str) -> list[str]:
-    """Other issues, the same team's first in half of the cases."""
-    others = shuffled(writer, list(TEAMS), issue)
+    """Other issues that are clearly others, the same team's first in half of the cases."""
+    others = shuffled(writer, list(TEAMS), issue, *UNCLEAR.get(issue, ()))
     return sorted(others, key=lambda other: TEAMS[other] != TEAMS[issue]) if writer.rng.random() < 0.5 else others
 
 
 def _is_issue(writer: Writer, issue: str) -> Asked:
     truth = writer.rng.random() < 0.5
-    others = [other for other in _near(writer, issue) if other not in UNCLEAR.get(issue, ())]
-    return noul(writer, f"isit.{issue if truth else others[0]}", truth)
+    return noul(writer, f"isit.{issue if truth else _near(writer, issue)[0]}", truth)
 
 
 def _message(writer: Writer, sentences: list[str], plan: str | None) -> Any:
@@ -279,8 +308,8 @@ def review(writer: Writer) -> Task:
         joined = writer.say("join", a=_ended(first), b=_ended(second))
         parts = [joined, *good[1:], *bad[1:]]
     rng.shuffle(parts)
-    if rng.random() < 0.5:
-        of_others = shuffled(writer, aspects, *liked, *disliked)[0]
+    of_others = shuffled(writer, aspects, *liked, *disliked)[0] if rng.random() < 0.5 else ""
+    if of_others:
         parts.insert(rng.randint(0, len(parts)), writer.say("hearsay", aspect=_aspect(writer, of_others)))
     if overall is not None:
         parts.insert(rng.choice((0, len(parts))), writer.say(f"overall.{overall}"))
@@ -299,7 +328,8 @@ def review(writer: Writer) -> Task:
         )
     kind = rng.choice([*disliked, *disliked, *liked, *shuffled(writer, aspects)[:2]])
     asked["complains"] = noul(writer, "ask.complains", kind in disliked, aspect=_aspect(writer, kind))
-    kind = rng.choice([*disliked, *liked, *liked, *shuffled(writer, aspects)[:2]])
+    # Who does not share others' complaints may like it.
+    kind = rng.choice([*disliked, *liked, *liked, *shuffled(writer, aspects, of_others)[:2]])
     asked["praises"] = noul(writer, "ask.praises", kind in liked, aspect=_aspect(writer, kind))
     if overall is not None:
         asked["stars"] = score(writer, "ask.stars", overall, scale="stars")
@@ -319,9 +349,9 @@ def expense(writer: Writer) -> Task:
     """An expense claim and the policy it is judged by."""
     rng = writer.rng
     category = rng.choice(("meal", "travel", "hotel", "tool", "meal", "travel", "private"))
-    limit = rng.choice((20, 25, 30, 40, 50, 60, 75, 80, 100, 120, 150, 200, 250, 300))
+    limit = rng.randint(12, 900) if writer.split == "train" and rng.random() < 0.5 else rng.choice(LIMITS)
     over, receipt, approved = rng.random() < 0.4, rng.random() < 0.6, rng.choice((True, False, None))
-    amount = rng.randint(limit + 1, 3 * limit) if over else rng.randint(limit // 4, limit)
+    amount = rng.randint(limit + 1, 3 * limit) if over else rng.randint(limit // 6, limit - 1)
     writer.values |= {"amount": writer.money(amount), "limit": writer.money(limit)}
     said = [writer.say(f"claim.{category}"), writer.say("receipt.yes" if receipt else "receipt.no")]
     if approved is not None:
