@@ -37,6 +37,7 @@ UNCLEAR = {
     "profile": ("cancel", "login"),
 }
 REQUESTS = ("invoice", "profile", "quote", "cancel")  # that want something by themselves, and no explanation
+BIG_PLANS = ("business", "enterprise")
 WINDOWS = (7, 10, 14, 20, 21, 28, 30, 45, 60, 90)
 LIMITS = (20, 25, 30, 40, 50, 60, 75, 80, 100, 120, 150, 180, 200, 250, 300, 400, 500)
 ISSUE_WORDS = ("question", "help", "my message", "request", "please read")
@@ -49,8 +50,15 @@ def support(writer: Writer) -> Task:
     issue = rng.choice([kind for kind, owner in TEAMS.items() if owner == team])
     urgency, mood = rng.choice((0, 1, 1, 2, 2, 3, 3)), rng.choice((0, 1, 1, 2, 3))
     want, again = rng.choice(_wants(issue)), rng.choice((True, False, None, None))
-    if want == "none":
-        urgency = min(urgency, 1)  # who wants nothing is in no hurry
+    plan = None
+    if rng.random() < 0.4:
+        plan = rng.choice(BIG_PLANS) if rng.random() < 0.3 else writer.values["plan"]
+        writer.values["plan"] = plan
+        urgency = 3 if rng.random() < 0.4 else urgency
+    # Who wants nothing is in no hurry, and nothing stands still because of a change of address.
+    urgency = min(urgency, 1 if want == "none" else 2 if issue in REQUESTS else 3)
+    if issue == "quote":
+        mood = min(mood, 2)
     order = rng.random() < 0.4
 
     if mood == 0 and (again or urgency == 3):
@@ -73,7 +81,6 @@ def support(writer: Writer) -> Task:
         days = rng.randint(1, window) if rng.random() < 0.6 else rng.randint(window + 1, 2 * window + 30)
         used = rng.random() < 0.35
         said += [writer.say("bought", days=str(days)), writer.say("used.yes" if used else "used.no")]
-    plan = writer.values["plan"] if rng.random() < 0.4 else None
     said = [sentence for sentence in said if sentence]
     rng.shuffle(said)
     cut = rng.randint(0, min(2, len(said)))
@@ -110,8 +117,7 @@ def support(writer: Writer) -> Task:
         asked["window"] = noul(writer, "ask.window", days <= window, window=str(window))
         asked["policy"] = noul(writer, "ask.policy", days <= window and not used, window=str(window))
     if plan:
-        big = plan in ("business", "enterprise")
-        asked["escalate"] = noul(writer, "ask.escalate", big and urgency == 3)
+        asked["escalate"] = noul(writer, "ask.escalate", plan in BIG_PLANS and urgency == 3)
     state = _message(writer, sentences, plan)
     told, item = str(state), writer.values["item"]
     if _mentions(told, item) and not _mentions(told, writer.values["item2"]):
@@ -305,6 +311,7 @@ def review(writer: Writer) -> Task:
     parts = [*good, *bad]
     if good and bad and rng.random() < 0.6:
         first, second = (good[0], bad[0]) if rng.random() < 0.5 else (bad[0], good[0])
+        second = second if second.startswith(("I ", "I'")) else second[0].lower() + second[1:]
         joined = writer.say("join", a=_ended(first), b=_ended(second))
         parts = [joined, *good[1:], *bad[1:]]
     rng.shuffle(parts)
