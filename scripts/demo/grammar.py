@@ -25,7 +25,8 @@ _TEXTS = Path(__file__).parent / "texts"
 SYNONYMS = "synonyms.txt"
 # Numbers: any, of days that are soon over, of percent that are many, of milliseconds that are many, of errors.
 _RANGES = {"n": (2, 60), "few": (2, 9), "high": (81, 98), "long": (900, 9900), "code": (100, 9999)}
-_ARTICLE = re.compile(r"\b([Aa]) (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
+_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
+_NOT_AN = re.compile(r"\b([Aa])n (?=[b-df-hj-np-tv-z](?!our|onest)[a-z])")
 _MARKS = {"v:": "val", "t:": "test"}
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -148,11 +149,11 @@ class Writer:
             if self.split != "train":
                 break
             share = 0.0 if bank.startswith(_AS_THEY_ARE) else self.rng.choice(REWORDED)
-            text = with_synonyms(text, self.rng, share=share)
+            text = tidied(with_synonyms(text, self.rng, share=share))
             if not is_held_out(text):
                 break
         filled = _SLOT.sub(lambda slot: values.get(slot[1]) or self._slot(slot[1]), _several(text, self.values))
-        return _ARTICLE.sub(r"\1n ", tidied(filled))
+        return tidied(filled)
 
     def _resolved(self, template: str) -> str:
         """Without alternatives and phrases; slots stay."""
@@ -238,8 +239,9 @@ def _names() -> frozenset[str]:
 
 
 def tidied(text: str) -> str:
-    """With single blanks, and none before punctuation."""
-    return re.sub(r" +([,.?!:])", r"\1", re.sub(r" +", " ", text)).strip(" ")
+    """With single blanks, none before punctuation, and articles that fit."""
+    text = re.sub(r" +([,.?!:])", r"\1", re.sub(r" +", " ", text)).strip(" ")
+    return _NOT_AN.sub(r"\1 ", _AN.sub(r"\1n ", text))
 
 
 def with_synonyms(text: str, rng: random.Random, *, share: float) -> str:
