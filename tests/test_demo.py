@@ -28,7 +28,7 @@ from scripts.demo.bags import joined, read_bags
 from scripts.demo.batched import CHUNK, BatchShape, PaddedBatch, _Inverse, forward, option_logits
 from scripts.demo.config import DemoConfig
 from scripts.demo.data import MOST_QUESTIONS, make_rows, rows, with_words_dropped, write_rows
-from scripts.demo.grammar import CLOSED, SPLITS, banks
+from scripts.demo.grammar import CLOSED, INVENTED, SPLITS, banks, invented, plural, tidied
 from scripts.demo.making import CASES, MOST_BYTES, MOST_LABELS, MOST_PARAMETERS, _save
 from scripts.demo.parallel import Workers
 from scripts.demo.report import model_card
@@ -124,6 +124,36 @@ def test_held_out_names_are_not_in_training(data):
         for split in ("val", "test"):
             for word in banks()[name][split]:
                 assert not re.search(rf"(?<!\w){re.escape(word.lower())}(?!\w)", told), f"{word} of {name}"
+
+
+def test_invented_names_are_nobody_s():
+    rng, found = random.Random(0), []
+    for name, (_, form) in INVENTED.items():
+        words = [invented(rng, form) for _ in range(300)]
+        assert len({*words}) > 250, name
+        found += words
+    assert not {word.lower() for word in found} & {
+        word.lower() for name in INVENTED for bank in banks()[name].values() for word in bank
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a oven , a user", "an oven, a user"),
+        ("an lamp and an hour", "a lamp and an hour"),
+        ("A item  costs a euro", "An item costs a euro"),
+        ("Option A is a one-way trip", "Option A is a one-way trip"),
+    ],
+)
+def test_tidied(text, wanted):
+    assert tidied(text) == wanted
+
+
+def test_plurals():
+    wanted = {"lamp": "lamps", "mattress": "mattresses", "watch": "watches", "bookshelf": "bookshelves"}
+    wanted |= {"set of glasses": "sets of glasses", "pair of boots": "pairs of boots", "jeans": "jeans"}
+    assert {noun: plural(noun) for noun in wanted} == wanted
 
 
 def _texts(these: list[dict[str, Any]]) -> dict[str, set[str]]:

@@ -3,8 +3,8 @@
 A bank begins with ``# name``, in one file or several; its lines are templates. ``v:`` and ``t:`` begin lines that only
 the validation and the test split use; all others are training's. Outside brackets `` | `` separates templates on one
 line. In a template ``[a|b|]`` is one of the alternatives and ``{name}`` is filled: by a value of the text that is
-written, from the bank of that name, or by a number. ``{lex.name}`` is an entry of a bank of phrases that say the same,
-``{some.name}`` lists a few entries of ``lex.name``; only training's templates have them.
+written, from the bank of that name, or by a number (``_RANGES``). ``{lex.name}`` is an entry of a bank of phrases that
+say the same, ``{some.name}`` lists a few entries of ``lex.name``; only training's templates have them.
 
 Training's texts are also reworded: words and phrases are replaced by others from ``synonyms.txt``, whose lines are
 groups of interchangeable ones. No sentence, name or level of a held-out template comes out of this (``is_held_out``).
@@ -25,8 +25,9 @@ _TEXTS = Path(__file__).parent / "texts"
 SYNONYMS = "synonyms.txt"
 # Numbers: any, of days that are soon over, of percent that are many, of milliseconds that are many, of errors.
 _RANGES = {"n": (2, 60), "few": (2, 9), "high": (81, 98), "long": (900, 9900), "code": (100, 9999)}
-_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
-_NOT_AN = re.compile(r"\b([Aa])n (?=[b-df-hj-np-tv-z](?!our|onest)[a-z])")
+_A = r"(\ba|^A|(?<=[.!?:] )A)"
+_AN = re.compile(_A + r" (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
+_NOT_AN = re.compile(_A + r"n (?=[b-df-hj-np-tv-z](?!our|onest)[a-z])")
 _MARKS = {"v:": "val", "t:": "test"}
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")

@@ -91,12 +91,13 @@ Weakest kinds of question: {", ".join(f"{kind} ({100 * value:.0f} %)" for kind, 
 
 ## What it cannot do
 
-* It knows no facts and some two thousand words. Words it has not seen are noise to it; so are other languages.
+* It knows no facts and some three thousand words. Names of things and people may be new to it; other words that it
+  has not seen are noise, and so are other languages.
 * It has seen the kinds of question above and nothing else. To any other question it gives an answer that means
   nothing, at times a confident one: calibration holds for texts and questions like those it was judged by.
 * It was trained on states of up to about 250 tokens and questions of up to 8 options. Longer ones run, and are guesses.
 * It compares numbers of two or three digits roughly and does no arithmetic.
-* Its training texts come from some thousand templates, with their blind spots. Do not let it decide anything that
+* Its training texts come from some four thousand templates, with their blind spots. Do not let it decide anything that
   matters to somebody.
 
 For real use take a real model (`--model Qwen/Qwen3.5-0.8B`), fine-tuned and calibrated on your own rows.

@@ -103,7 +103,7 @@ def support(writer: Writer) -> Task:
         del asked["mood"], asked["anger"]
     if want is None and issue in ("double_charge", "wrong_amount"):  # paid too much: money back goes without saying
         del asked["refund"]
-    if again is None and "none" in asides:  # the line may have been busy
+    if again is None and ("none" in asides or re.search(r"\b(again|once more)\b", about)):  # or the line was busy
         del asked["again"]
     if want:
         asked["want"] = choice(writer, "ask.want", want, shuffled(writer, kinds("want"), want), names="wish")
