@@ -25,9 +25,9 @@ _TEXTS = Path(__file__).parent / "texts"
 SYNONYMS = "synonyms.txt"
 # Numbers: any, of days that are soon over, of percent that are many, of milliseconds that are many, of errors.
 _RANGES = {"n": (2, 60), "few": (2, 9), "high": (81, 98), "long": (900, 9900), "code": (100, 9999)}
-_A = r"(\ba|^A|(?<=[.!?:] )A)"
-_AN = re.compile(_A + r" (?=[aeioAEIO](?!ne\b|uro|nce\b)\w)")
-_NOT_AN = re.compile(_A + r"n (?=[b-df-hj-np-tv-z](?!our|onest)[a-z])")
+_ARTICLE = re.compile(r"[Aa]n? (?=(\w+))")
+_NO_VOWELS, _VOWEL_SOUNDS = ("one", "once", "euro", "Euro"), ("hour", "honest")
+_BLANKS, _BLANKS_BEFORE = re.compile(r"  +"), re.compile(r" +([,.?!:])")
 _MARKS = {"v:": "val", "t:": "test"}
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -241,8 +241,20 @@ def _names() -> frozenset[str]:
 
 def tidied(text: str) -> str:
     """With single blanks, none before punctuation, and articles that fit."""
-    text = re.sub(r" +([,.?!:])", r"\1", re.sub(r" +", " ", text)).strip(" ")
-    return _NOT_AN.sub(r"\1 ", _AN.sub(r"\1n ", text))
+    text = _BLANKS_BEFORE.sub(r"\1", _BLANKS.sub(" ", text)).strip(" ")
+    return _ARTICLE.sub(_fitting, text)
+
+
+def _fitting(found: re.Match[str]) -> str:
+    """ "a " or "an ", by the word that follows; as it is where it is no article."""
+    text, at, word = found.string, found.start(), found[1]
+    begins = not at or text[max(0, at - 2) : at] in (". ", "! ", "? ", ": ")
+    if not begins and (found[0][0] == "A" or text[at - 1].isalnum() or text[at - 1] in "'-_"):
+        return found[0]
+    if word[0] in "aeioAEIO" or word.startswith(_VOWEL_SOUNDS):
+        return found[0] if word.startswith(_NO_VOWELS) else found[0][0] + "n "
+    # Capitals may be spelt, as in "an SMS", and a u may be either sound.
+    return found[0] if word[0] == "u" or not word[0].islower() else found[0][0] + " "
 
 
 def with_synonyms(text: str, rng: random.Random, *, share: float) -> str:

@@ -105,8 +105,8 @@ For real use take a real model (`--model Qwen/Qwen3.5-0.8B`), fine-tuned and cal
 ## How it was made
 
 {results["rows"]:,} generated rows ({results["questions_per_row"]:.1f} questions each), every one seen once.
-{results["steps"]:,} steps of at most {results["batch_questions"]} questions, AdamW, all parameters. Cross entropy over the
-options' letters + 0.1 Brier + {results["next_token_weight"]} next-token loss on the states.
+{results["steps"]:,} steps of at most {results["batch_questions"]} questions, AdamW, all parameters. Cross entropy over
+the options' letters + 0.1 Brier + {results["next_token_weight"]} next-token loss on the states.
 {results["minutes"]:.1f} minutes on {results["device"]}.
 License: Apache-2.0, as Flide.
 """
