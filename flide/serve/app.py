@@ -85,6 +85,7 @@ class DecisionServer:
             lifespan=self._lifespan,
             exception_handlers={404: _no_such_route, 405: _no_such_method},
         )
+        starlette.router.redirect_slashes = False  # official clients follow no redirect
         return _Envelope(starlette, self.config)
 
     async def systemone(self, request: Request) -> Response:
@@ -153,6 +154,9 @@ class DecisionServer:
     async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
         """The request in a body, made ready off the event loop."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind == "multipart/form-data":  # as official clients send images
+            message = "Multipart bodies are not supported: only text can be read"
+            raise faults.invalid(RequestError([{"loc": ["body"], "msg": message, "type": "value_error"}]))
         if kind not in ("application/json", "") and not kind.endswith("+json"):
             raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
         encoding, limit = known_encoding(request.headers.get("content-encoding", "")), self.config.max_body_bytes

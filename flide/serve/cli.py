@@ -13,7 +13,7 @@ from typing import Any
 from flide.console import add_temperature_options, given_temperatures, tell
 from flide.errors import FlideError
 
-NEEDED = ("starlette", "uvicorn", "zstandard", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "zstandard", "prometheus_client")
 
 
 def add_parser(commands: Any) -> None:
@@ -63,7 +63,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from flide.serve.config import ServeConfig
     from flide.serve.frontends import Frontends
     from flide.serve.keys import KeyRing
-    from flide.serve.run import BACKLOG, Logs, bound, keep_from_collector, run_uvicorn
+    from flide.serve.run import BACKLOG, Logs, bound, keep_from_collector, raise_file_limit, run_uvicorn
 
     if arguments.api_key is not None and arguments.api_key_file is not None:
         raise FlideError("give --api-key or --api-key-file, not both")
@@ -90,6 +90,7 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     logs = Logs(arguments.log_level, arguments.log_format)
     logs.set_up()
+    raise_file_limit()
     temperatures = given_temperatures(arguments)
     engine_config = EngineConfig(
         device=arguments.device,

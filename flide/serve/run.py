@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from flide.errors import FlideError
 from flide.serve.config import ServeConfig
+from flide.serve.protocol import BoundedProtocol
 
 BACKLOG = 2048  # connections that wait to be accepted
 SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
@@ -74,18 +76,32 @@ def keep_from_collector() -> None:
     gc.freeze()
 
 
-def run_uvicorn(app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, and then answer what was taken."""
-    settings = uvicorn.Config(
+def raise_file_limit() -> None:
+    """As many open connections as this process may have; shells give far fewer by themselves."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on this platform
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def uvicorn_settings(app: ASGIApp, config: ServeConfig, log_level: str) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        http=BoundedProtocol,
+        ws="none",  # it would log addresses that were asked for
         root_path=config.root_path,
         log_config=None,
-        log_level=logs.level,
+        log_level=log_level,
         access_log=False,
         proxy_headers=False,  # nothing asks for the client's address
         server_header=False,
         timeout_graceful_shutdown=int(config.request_timeout) + 1,
     )
+
+
+def run_uvicorn(app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, and then answer what was taken."""
     # uvicorn raises the signal that ended it once more, when all is answered.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    uvicorn.Server(settings).run(sockets=[listening])
+    uvicorn.Server(uvicorn_settings(app, config, logs.level)).run(sockets=[listening])

@@ -15,6 +15,7 @@ import uvicorn
 from flide import Engine, EngineConfig
 from flide.serve.app import DecisionServer
 from flide.serve.config import ServeConfig
+from flide.serve.run import uvicorn_settings
 
 BODY: dict[str, Any] = {
     "model": "jev-latest",
@@ -34,8 +35,7 @@ class Served:
         self.decisions = DecisionServer(engine, config)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        settings = uvicorn.Config(self.decisions.app(), log_level="error", access_log=False, server_header=False)
-        self._server = uvicorn.Server(settings)
+        self._server = uvicorn.Server(uvicorn_settings(self.decisions.app(), config, "error"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 30
