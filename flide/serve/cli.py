@@ -63,7 +63,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from flide.serve.config import ServeConfig
     from flide.serve.frontends import Frontends
     from flide.serve.keys import KeyRing
-    from flide.serve.run import BACKLOG, Logs, bound, keep_from_collector, raise_file_limit, run_uvicorn
+    from flide.serve.run import BACKLOG, Logs, bound, ending, keep_from_collector, raise_file_limit, run_uvicorn
 
     if arguments.api_key is not None and arguments.api_key_file is not None:
         raise FlideError("give --api-key or --api-key-file, not both")
@@ -106,7 +106,10 @@ def serve(arguments: argparse.Namespace) -> int:
             with _ready(arguments.model, engine_config, frontends=arguments.frontends) as engine:
                 config = replace(config, names=(engine.model_name, *arguments.alias))
                 keep_from_collector()
-                return frontends.serve(engine, config, logs, listening=_tell_address)
+                code = frontends.serve(engine, config, logs, listening=_tell_address)
+                with ending():
+                    engine.close()
+                return code
         finally:
             frontends.end()
     with _ready(arguments.model, engine_config) as engine:
@@ -116,6 +119,8 @@ def serve(arguments: argparse.Namespace) -> int:
             listening.listen(BACKLOG)
             _tell_address(listening)
             run_uvicorn(server.app(), config, logs, listening)
+        with ending():
+            engine.close()
     return 0
 
 

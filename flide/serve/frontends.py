@@ -16,8 +16,10 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -29,12 +31,12 @@ from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
 from flide.serve.hub import Hub
 from flide.serve.remote import RemoteBackend
-from flide.serve.run import BACKLOG, SWITCH_SECONDS, Logs, bound, keep_from_collector, run_uvicorn
+from flide.serve.run import BACKLOG, SWITCH_SECONDS, Logs, bound, keep_from_collector, run_uvicorn, share
 
 logger = logging.getLogger("flide.serve")
 
 MOST_FRONTENDS = 64
-MOST_RESTARTS = 5  # of frontends that ended on their own
+MOST_ENDS = 5  # that frontends may meet on their own within a minute, times their number
 START_SECONDS = 120.0  # that all of them may take
 
 
@@ -62,7 +64,13 @@ class _Frontend:
         ours, theirs = socket.socketpair()
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(target=_run_frontend, args=(theirs, receiving), name="flide-frontend", daemon=True)
-        process.start()
+        # A terminal sends SIGINT to all processes: the first one ends the others. What is blocked now is so in them.
+        resource_tracker.ensure_running()  # whose start would end the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         receiving.close()
         return cls(process, sending, ours)
@@ -106,7 +114,8 @@ class Frontends:
             FlideError: the port cannot be had, or the frontends do not start.
         """
         # Bound but not listening: the port stays ours, and the kernel gives this socket no connections.
-        with bound(config, shared=True) as reserved:
+        with bound(config) as reserved:
+            share(reserved)
             config = replace(config, port=reserved.getsockname()[1])
             fleet = _Fleet(
                 self._frontends, LocalBackend(engine, config), _Settings(engine.reader.on_cpu(), config, logs)
@@ -129,9 +138,10 @@ class _Fleet:
         self._frontends, self._backend, self._settings = frontends, backend, settings
         self._hub = Hub(backend)
         self._links: set[asyncio.Task[None]] = set()
-        self._restarts = 0
+        self._ends: deque[float] = deque()  # of the last minute, in seconds on the monotonic clock
         self._code = 0
         self._stop = asyncio.Event()
+        self._hurries = False
 
     async def serve(self, listening: Callable[[], None]) -> int:
         loop = asyncio.get_running_loop()
@@ -143,6 +153,8 @@ class _Fleet:
         deadline = time.monotonic() + START_SECONDS
         while not (self._stop.is_set() or all(frontend.is_up for frontend in self._frontends)):
             if time.monotonic() > deadline:
+                for frontend in self._frontends:  # or what is sent to them would be waited for
+                    frontend.process.kill()
                 raise FlideError("the frontends do not start")
             await asyncio.sleep(0.02)
         if not self._stop.is_set():
@@ -154,6 +166,8 @@ class _Fleet:
         deadline = time.monotonic() + self._settings.config.request_timeout + 2
         while any(frontend.process.is_alive() for frontend in self._frontends) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+            if self._hurries:
+                break
         for frontend in self._frontends:
             frontend.process.kill()
         await asyncio.gather(*self._links, return_exceptions=True)
@@ -161,6 +175,8 @@ class _Fleet:
         return self._code
 
     def _end_with(self, code: int) -> None:
+        """A second time: at once."""
+        self._hurries = self._stop.is_set()
         self._code = code
         self._stop.set()
 
@@ -181,9 +197,11 @@ class _Fleet:
         if self._stop.is_set():
             return
         frontend.process.join()
-        self._restarts += 1
         logger.error("a frontend ended with %s", frontend.process.exitcode)
-        if self._restarts > MOST_RESTARTS:
+        self._ends.append(time.monotonic())
+        while self._ends[0] < self._ends[-1] - 60:
+            self._ends.popleft()
+        if len(self._ends) > MOST_ENDS * len(self._frontends):
             logger.error("too many frontends ended")
             self._end_with(1)
             return
@@ -194,7 +212,6 @@ class _Fleet:
 
 def _run_frontend(sock: socket.socket, settings: Connection) -> None:
     """The process of one frontend."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for all processes; the first one ends the others
     try:
         given: _Settings = settings.recv()
     except EOFError:  # the engine was not made

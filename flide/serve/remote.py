@@ -123,11 +123,14 @@ class RemoteBackend:
             place = self._places.pop(number, None)
             if place is None or place.answer.done():  # nobody waits for it any more
                 continue
-            if kind == "answer":
-                logits_QO, place.waited, place.ran = rest
-                _settle(place, self.reader.decision(place.prepared, logits_QO))
-            else:
-                _settle(place, rest[0])
+            try:
+                if kind == "answer":
+                    logits_QO, place.waited, place.ran = rest
+                    _settle(place, self.reader.decision(place.prepared, logits_QO))
+                else:
+                    _settle(place, rest[0])
+            except Exception as error:  # noqa: BLE001 - one request must not take others down
+                place.give_up(error)
         self.closed = True
         for place in self._places.values():
             place.give_up(_gone())

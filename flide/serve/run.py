@@ -6,19 +6,24 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from flide.console import FAILED, tell
 from flide.errors import FlideError
 from flide.serve.config import ServeConfig
 from flide.serve.protocol import BoundedProtocol
 
 BACKLOG = 2048  # connections that wait to be accepted
+END_SECONDS = 30.0  # for the round that runs when all is answered
 SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
 
 
@@ -52,7 +57,7 @@ def bound(config: ServeConfig, *, shared: bool = False) -> socket.socket:
 
     Args:
         config: host and port.
-        shared: with other processes of this user, over which the kernel spreads connections.
+        shared: with the socket given to :func:`share`, and all others like this one.
 
     Raises:
         FlideError: the address cannot be had.
@@ -70,10 +75,33 @@ def bound(config: ServeConfig, *, shared: bool = False) -> socket.socket:
     return sock
 
 
+def share(sock: socket.socket) -> None:
+    """Let frontends bind to the address of a socket that was bound alone, so that it was not another server's. The
+    kernel spreads connections over those that listen."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
 def keep_from_collector() -> None:
     """What is here now stays. Collecting it again and again would halt everything for half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def ending(seconds: float = END_SECONDS) -> Iterator[None]:
+    """Around what ends a process whose requests are answered: it ends by force where that takes too long."""
+
+    def end() -> None:
+        tell("the engine does not end")
+        os._exit(FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def raise_file_limit() -> None:

@@ -132,9 +132,9 @@ class Scheduler:
         return now - max(oldest, self._last_end)
 
     async def drain(self) -> None:
-        """Take nothing new and wait until all that was taken is answered."""
+        """Take nothing new and wait until all that was taken is answered, or nobody waits for it any more."""
         self._draining = True
-        while self.waiting or self._running:
+        while self._per_key:
             await asyncio.sleep(0.01)
 
     def _pump(self) -> None:
@@ -167,8 +167,8 @@ class Scheduler:
         self._last_end = time.monotonic()
         self.running_tokens -= ticket.tokens
         assert ticket.running is not None
-        if ticket.running.cancelled():
-            ticket.answer.cancel()
+        if ticket.running.cancelled():  # by who left, or by an engine that ended
+            _settle(ticket, None, unavailable("The request was dropped."))
         else:
             error = ticket.running.exception()
             _settle(ticket, None if error else ticket.running.result(), error)

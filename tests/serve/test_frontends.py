@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import pytest
 
 from flide import Engine
 from flide.cli import main
-from flide.errors import ModelOutputError
+from flide.errors import FlideError, ModelOutputError
 from flide.runtime.wire import parse_body
 from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
 from flide.serve.faults import Fault
 from flide.serve.hub import Hub
 from flide.serve.remote import RemoteBackend
+from flide.serve.run import bound, ending, share
 from tests.serve.conftest import BODY
 from tests.serve.test_cli import serving
 
@@ -132,6 +134,24 @@ async def test_logits_that_are_not_finite_fail_one_request(engine: Engine) -> No
 
 
 @in_a_loop
+async def test_a_decision_that_cannot_be_made_fails_one_request(engine: Engine) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(reader, name)
+
+        def decision(self, *_: Any) -> Any:
+            raise ZeroDivisionError
+
+    async with Linked(engine) as linked:
+        reader = linked.remote.reader
+        linked.remote.reader = Broken()  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError):
+            await linked.ask()
+        linked.remote.reader = reader
+        await linked.ask()
+
+
+@in_a_loop
 async def test_a_frontend_without_an_engine_says_so(engine: Engine) -> None:
     linked = Linked(engine)
     async with linked:
@@ -195,6 +215,26 @@ def test_processes_answer_as_one_server(fleet: tuple[Any, str], engine: Engine) 
     assert "flide_rounds_total" in text
 
 
+def test_the_address_is_one_server_s() -> None:
+    config = ServeConfig(port=0)
+    with bound(config) as reserved:
+        share(reserved)
+        config = replace(config, port=reserved.getsockname()[1])
+        with bound(config, shared=True) as first, bound(config, shared=True) as second:
+            first.listen()
+            second.listen()
+            with pytest.raises(FlideError, match="cannot listen"):
+                bound(config)
+
+
+def test_a_terminal_interrupts_the_first_process_only(fleet: tuple[Any, str]) -> None:
+    for child in children_of(fleet[0].pid):
+        os.kill(child, signal.SIGINT)
+        blocked = re.search(r"SigBlk:\s*([0-9a-f]+)", Path(f"/proc/{child}/status").read_text())
+        assert blocked
+        assert int(blocked[1], 16) & 1 << signal.SIGINT - 1
+
+
 def test_a_frontend_that_ends_is_replaced(fleet: tuple[Any, str]) -> None:
     process, url = fleet
     children = children_of(process.pid)
@@ -234,6 +274,28 @@ def test_frontends_answer_what_they_took_before_they_end(fleet: tuple[Any, str])
 
 
 @pytest.mark.slow
+def test_frontends_that_end_again_and_again_are_replaced() -> None:
+    with serving("--frontends", "2") as (process, url):
+        for _ in range(4):
+            before = children_of(process.pid)
+            for child in before:
+                os.kill(child, signal.SIGKILL)
+            deadline = time.monotonic() + 30
+            while len(set(children_of(process.pid)) - set(before)) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        while True:
+            try:
+                assert httpx.get(f"{url}/ready", timeout=10).status_code == 200
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.slow
 def test_frontends_end_with_the_process_that_has_the_engine() -> None:
     with serving("--frontends", "1") as (process, _):
         children = children_of(process.pid)
@@ -243,6 +305,21 @@ def test_frontends_end_with_the_process_that_has_the_engine() -> None:
         while any(Path(f"/proc/{child}").exists() for child in children):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def test_an_engine_that_does_not_end_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with ending(10):
+        pass
+    with ending(0.01):
+        deadline = time.monotonic() + 5
+        while not codes and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert codes == [1]
+    assert "does not end" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", ["-1", "1000"])

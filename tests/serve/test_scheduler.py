@@ -253,6 +253,30 @@ def test_draining_answers_what_was_taken_and_takes_nothing_new() -> None:
     run(test)
 
 
+def test_draining_waits_for_nothing_that_nobody_waits_for() -> None:
+    async def test(engine: FakeEngine, make: Any) -> None:
+        scheduler = make()
+        task = ask(scheduler)
+        await settle()
+        assert engine.given[0][1].set_running_or_notify_cancel()  # and it never ends
+        task.cancel()
+        await asyncio.wait_for(scheduler.drain(), 1)
+
+    run(test)
+
+
+def test_what_the_engine_drops_is_refused() -> None:
+    async def test(engine: FakeEngine, make: Any) -> None:
+        task = ask(make())
+        await settle()
+        engine.given[0][1].cancel()
+        with pytest.raises(Fault) as caught:
+            await task
+        assert caught.value.status == 503
+
+    run(test)
+
+
 def test_the_engine_hangs_when_it_ends_nothing_not_when_much_was_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("flide.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now))
