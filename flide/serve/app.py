@@ -30,8 +30,8 @@ from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
-from flide.serve.backend import Backend, LocalBackend, Place
-from flide.serve.body import known_encoding, read_body, unpack
+from flide.serve.backend import Backend, LocalBackend
+from flide.serve.body import Room, known_encoding, read_body, unpack
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
 from flide.serve.docs_page import POLICY, docs_page
@@ -39,6 +39,7 @@ from flide.serve.extras import extras
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.openapi import document
+from flide.serve.turns import Turns
 
 logger = logging.getLogger("flide.serve")
 
@@ -65,6 +66,7 @@ class DecisionServer:
         # interpreter: what takes long, encoding a long text, is spread over all cores anyway.
         readers = min(MOST_READERS, max(1, (os.cpu_count() or 2) - 1))
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="flide-read")
+        self._turns, self._room = Turns(readers, config.max_waiting), Room(config.max_bodies_bytes)
         self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
         self._started = datetime.now(UTC).date().isoformat()
 
@@ -117,9 +119,15 @@ class DecisionServer:
     ) -> tuple[Decision, dict[str, str]]:
         """The decision under the name of the model that is served, and headers for its response."""
         began = time.perf_counter()
-        prepared = await self._read(request, prepare)
-        read = time.perf_counter()
-        ticket = await self._answer(request, prepared)
+        with self._room.hold() as grow:
+            unpacked = await self._body(request, grow)
+            async with self._patience(request):
+                prepared = await self._read(request, prepare, unpacked)
+                del unpacked
+                grow(0)
+                read = time.perf_counter()
+                with self.backend.ticket(prepared, request.state.key) as ticket:
+                    await ticket.answer
         decision = ticket.answer.result()
         wait, run = ticket.waited, ticket.ran
         self.counts.answered([answer.type for answer in decision.answers.values()], wait, run)
@@ -151,8 +159,8 @@ class DecisionServer:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(docs_page(self._document), headers={"Content-Security-Policy": POLICY})
 
-    async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest]) -> PreparedRequest:
-        """The request in a body, made ready off the event loop."""
+    async def _body(self, request: Request, grow: Callable[[int], None]) -> Callable[[], bytes]:
+        """What unpacks the body, all of which is there."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind == "multipart/form-data":  # as official clients send images
             message = "Multipart bodies are not supported: only text can be read"
@@ -161,10 +169,17 @@ class DecisionServer:
             raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
         encoding, limit = known_encoding(request.headers.get("content-encoding", "")), self.config.max_body_bytes
         declared = request.headers.get("content-length")
-        packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=self.config.body_timeout)
-        loop = asyncio.get_running_loop()
+        timeout = self.config.body_timeout
+        packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=timeout, grow=grow)
+        return lambda: unpack(packed, encoding, limit)
+
+    async def _read(
+        self, request: Request, prepare: Callable[[bytes], PreparedRequest], unpacked: Callable[[], bytes]
+    ) -> PreparedRequest:
+        """The request in a body, made ready off the event loop."""
         try:
-            return await loop.run_in_executor(self._readers, lambda: prepare(unpack(packed, encoding, limit)))
+            async with self._turns.turn(request.state.key):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: prepare(unpacked()))
         except RequestError as error:
             raise faults.invalid(error) from None
 
@@ -182,19 +197,20 @@ class DecisionServer:
         if name != ALIAS and name not in self.names:
             raise faults.no_such_model()
 
-    async def _answer(self, request: Request, prepared: PreparedRequest) -> Place:
-        """Wait for the answer, unless the client leaves or it takes too long."""
-        with self.backend.ticket(prepared, request.state.key) as ticket:
-            leaving = asyncio.ensure_future(_gone(request))
-            leaving.add_done_callback(lambda _: ticket.give_up(ClientDisconnect()))
-            too_late = faults.unavailable("The request took too long.")
-            late = asyncio.get_running_loop().call_later(self.config.request_timeout, ticket.give_up, too_late)
-            try:
-                await ticket.answer
-            finally:
-                leaving.cancel()
-                late.cancel()
-            return ticket
+    @contextlib.asynccontextmanager
+    async def _patience(self, request: Request) -> AsyncIterator[None]:
+        """The block is cancelled where the client leaves, or where it takes too long."""
+        leaving = asyncio.ensure_future(_gone(request))
+        try:
+            async with asyncio.timeout(self.config.request_timeout) as limit:
+                leaving.add_done_callback(lambda _: _end_now(limit))
+                yield
+        except TimeoutError:
+            if leaving.done():
+                raise ClientDisconnect from None
+            raise faults.unavailable("The request took too long.") from None
+        finally:
+            leaving.cancel()
 
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:
         """A handler behind its key, whose faults become responses and are counted."""
@@ -277,6 +293,11 @@ class _Envelope:
 def _is_this_machine(host: str, bound: str) -> bool:
     name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
     return name.lower() in {"", "localhost", "127.0.0.1", "[::1]", bound.lower(), f"[{bound.lower()}]"}
+
+
+def _end_now(limit: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it ended
+        limit.reschedule(0)
 
 
 async def _gone(request: Request) -> None:

@@ -33,9 +33,6 @@ class Place(Protocol):
     @property
     def ran(self) -> float: ...
 
-    def give_up(self, error: Exception) -> None:
-        """Raise an error where the answer is awaited, unless it is there."""
-
 
 class Backend(Protocol):
     """What a server needs. All methods are called on its event loop but ``reader``'s."""

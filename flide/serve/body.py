@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import zstandard
 
 from flide.errors import RequestError
-from flide.serve.faults import Fault, invalid, slow_body, too_large, unsupported_media
+from flide.serve.faults import Fault, invalid, no_room, slow_body, too_large, unsupported_media
 
 PIECE = 1 << 10  # bytes of zstd that are unpacked at a time: at most 32 MB, by the densest of its blocks
 UNKNOWN_SIZES = (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
+WELCOME = 64 << 10  # bytes of a body for which there is always room
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
 
@@ -28,7 +30,48 @@ def known_encoding(header: str) -> str:
     return encoding
 
 
-async def read_body(chunks: AsyncIterator[bytes], *, declared: str | None, max_bytes: int, timeout: float) -> bytes:
+class Room:
+    """Memory for bodies that are read at the same time. The beginning of each, ``WELCOME`` bytes, does not count: where
+    large ones take all the room, small ones are answered.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self.held = most, 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Room for one body, as long as the block: to be called with the bytes that it has so far.
+
+        Raises:
+            Fault: 529, where it is called.
+        """
+        held = 0
+
+        def grow(size: int) -> None:
+            nonlocal held
+            more = max(0, size - WELCOME) - held
+            if more > 0 and self.held + more > self._most:
+                raise no_room()
+            self.held += more
+            held += more
+
+        try:
+            yield grow
+        finally:
+            self.held -= held
+
+
+async def read_body(
+    chunks: AsyncIterator[bytes],
+    *,
+    declared: str | None,
+    max_bytes: int,
+    timeout: float,
+    grow: Callable[[int], None] = lambda size: None,
+) -> bytes:
     """The body as it was sent.
 
     Args:
@@ -36,9 +79,10 @@ async def read_body(chunks: AsyncIterator[bytes], *, declared: str | None, max_b
         declared: its ``Content-Length``.
         max_bytes: it may have.
         timeout: seconds in which it has to be there.
+        grow: of ``Room.hold``.
 
     Raises:
-        Fault: 408, 413.
+        Fault: 408, 413, 529.
     """
     if declared is not None and declared.isdigit() and int(declared) > max_bytes:
         raise too_large("body", max_bytes)
@@ -50,6 +94,7 @@ async def read_body(chunks: AsyncIterator[bytes], *, declared: str | None, max_b
                 received += len(chunk)
                 if received > max_bytes:
                     raise too_large("body", max_bytes)
+                grow(received)
                 parts.append(chunk)
     except TimeoutError:
         raise slow_body(timeout) from None

@@ -25,6 +25,7 @@ class ServeConfig:
         request_timeout: seconds from a request's body to its answer.
         body_timeout: seconds in which a body has to arrive.
         max_body_bytes: of a body as sent, and of what it unpacks to.
+        max_bodies_bytes: of all bodies that are read at the same time, by one process.
         max_questions: of one request.
         stuck_after: seconds that the engine may end nothing before ``/ready`` says that it hangs.
     """
@@ -42,11 +43,12 @@ class ServeConfig:
     request_timeout: float = 60.0
     body_timeout: float = 10.0
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = 512 << 20
     max_questions: int = 4096
     stuck_after: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_questions"):
+        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_bodies_bytes", "max_questions"):
             if getattr(self, name) < 1:
                 raise FlideError(f"{name} should be at least 1")
         for name in ("max_wait", "request_timeout", "body_timeout", "stuck_after"):

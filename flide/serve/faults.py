@@ -71,6 +71,12 @@ def queue_full() -> Fault:
     return Fault.of(529, "overloaded_error", "Too much is waiting already.", retry=True)
 
 
+def no_room() -> Fault:
+    fault = queue_full()
+    fault.headers.update(CLOSE)
+    return fault
+
+
 def unavailable(message: str) -> Fault:
     return Fault.of(503, "service_unavailable", message, retry=True)
 

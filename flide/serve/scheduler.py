@@ -55,11 +55,6 @@ class Ticket:
         assert self.ended is not None
         return self.ended - self.started
 
-    def give_up(self, error: Exception) -> None:
-        """Raise an error where the answer is awaited, unless it is there."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
 
 class Scheduler:
     """Hands requests to an engine.

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import threading
 import time
 from typing import Any
 
 import httpx
 import pytest
 
+from flide import Engine
+from flide.runtime.request import DecisionRequest
+from flide.runtime.rounds import PreparedRequest
+from flide.serve.app import DecisionServer
+from flide.serve.config import ServeConfig
 from tests.serve.conftest import BODY, Served
 
 DATA = json.dumps(BODY).encode()
@@ -122,5 +128,40 @@ def test_two_thousand_connections_at_once(served: Served) -> None:
         for _, writer in idle:
             writer.close()
         await good(served)
+
+    run(test())
+
+
+def test_reading_stops_for_who_left_and_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long to read holds up neither those who come later nor those who asked for it."""
+    let_go, begun = threading.Event(), []
+
+    def slow(self: DecisionServer, request: DecisionRequest) -> PreparedRequest:
+        begun.append(request)
+        assert let_go.wait(20)
+        return self.backend.reader.encode(request)
+
+    async def test() -> None:
+        served = Served(engine, ServeConfig(request_timeout=0.5))
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(DecisionServer, "_admit", slow)
+                async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
+                    assert (await client.post("/v1/systemone", json=BODY)).status_code == 503
+                writers = [(await connect(served))[1] for _ in range(30)]
+                for writer in writers:
+                    writer.write(HEAD % len(DATA) + DATA)
+                    await writer.drain()
+                await asyncio.sleep(0.2)
+                for writer in writers:
+                    writer.transport.abort()
+                await asyncio.sleep(0.2)
+                let_go.set()
+                await asyncio.sleep(0.2)
+                assert len(begun) < 20
+            await good(served)
+        finally:
+            let_go.set()
+            await asyncio.to_thread(served.stop)
 
     run(test())
