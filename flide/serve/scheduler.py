@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,12 +99,12 @@ class Scheduler:
         if self._draining:
             raise unavailable("The server is shutting down.")
         tokens = prepared.needed.tokens
-        if self.waiting >= self._max_waiting or (
-            self.waiting and self.waiting_tokens + tokens > self._max_waiting_tokens
-        ):
-            raise queue_full()
         if self._max_per_key is not None and self._per_key.get(key, 0) >= self._max_per_key:
             raise key_limit(self._max_per_key)
+        while self.waiting >= self._max_waiting or (
+            self.waiting and self.waiting_tokens + tokens > self._max_waiting_tokens
+        ):
+            self._make_room(key, tokens)
         loop = asyncio.get_running_loop()
         ticket = Ticket(prepared, key, tokens, time.monotonic(), loop.create_future())
         self._per_key[key] = self._per_key.get(key, 0) + 1
@@ -131,6 +131,23 @@ class Scheduler:
         self._draining = True
         while self._per_key:
             await asyncio.sleep(0.01)
+
+    def _make_room(self, key: str, tokens: int) -> None:
+        """Refuse the newest request of the key that has most of what is short, so that one key's flood is its own; or
+        who asks, where that key would be left with less."""
+        by_number = self.waiting >= self._max_waiting
+
+        def size(tickets: Iterable[Ticket]) -> int:
+            return sum(1 if by_number else ticket.tokens for ticket in tickets)
+
+        own = self._waiting.get(key, deque())
+        largest = max([own, *self._waiting.values()], key=size)
+        left = list(largest)[:-1]
+        if size(left) < size(own) + (1 if by_number else tokens):
+            raise queue_full()
+        ticket = largest[-1]
+        self._take(ticket)
+        _settle(ticket, None, queue_full())
 
     def _pump(self) -> None:
         """Start what the engine has room for, one request of each key in turn."""

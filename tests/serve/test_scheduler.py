@@ -130,7 +130,7 @@ def test_what_is_too_much_is_refused() -> None:
         tasks = [ask(scheduler) for _ in range(4)]
         await settle()
         with pytest.raises(Fault) as caught:
-            await decide(scheduler, request(1), "b")
+            await decide(scheduler, request(1), "a")
         assert caught.value.status == 529
         assert caught.value.headers["Retry-After"] == "1"
         engine.finish(0)
@@ -249,6 +249,47 @@ def test_draining_answers_what_was_taken_and_takes_nothing_new() -> None:
             await settle()
         await asyncio.gather(*tasks)
         await draining
+
+    run(test)
+
+
+def test_a_key_that_fills_the_queue_makes_room_for_others() -> None:
+    async def test(engine: FakeEngine, make: Any) -> None:
+        scheduler = make(max_waiting=4)
+        flood = [ask(scheduler, "a") for _ in range(8)]  # two run, four wait, two are refused
+        await settle()
+        others = [ask(scheduler, "b") for _ in range(3)]
+        await settle()
+        for index in range(6):
+            engine.finish(index)
+            await settle()
+        found = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in (flood, others)]
+        assert [[isinstance(one, Fault) for one in tasks] for tasks in found] == [
+            [False] * 4 + [True] * 4,
+            [False, False, True],
+        ]
+        assert all(one.status == 529 for tasks in found for one in tasks if isinstance(one, Fault))
+        assert (scheduler.waiting, scheduler.waiting_tokens, scheduler.running_tokens) == (0, 0, 0)
+
+    run(test)
+
+
+def test_room_in_tokens_is_made_by_tokens() -> None:
+    async def test(engine: FakeEngine, make: Any) -> None:
+        scheduler = make(max_waiting_tokens=1000)
+        tasks = [ask(scheduler, "a") for _ in range(12)]
+        await settle()
+        assert scheduler.waiting_tokens == 1000
+        with pytest.raises(Fault):
+            await decide(scheduler, request(900), "b")  # more than the other key would have left
+        small = ask(scheduler, "b", tokens=300)
+        await settle()
+        assert scheduler.waiting_tokens == 1000
+        for index in range(len(engine.given) + 8):
+            engine.finish(index)
+            await settle()
+        found = await asyncio.gather(*tasks, small, return_exceptions=True)
+        assert [isinstance(one, Fault) for one in found] == [False] * 9 + [True] * 3 + [False]
 
     run(test)
 
