@@ -409,7 +409,7 @@ def test_what_is_not_finished_is_no_model(
         Engine.from_pretrained(tmp_path / "out", EngineConfig(device="cpu"))
     train(BASE, data, tmp_path / "out", options, resume=True)
     with Engine.from_pretrained(tmp_path / "out", EngineConfig(device="cpu")) as engine:
-        assert type(engine._head) is LinearHead
+        assert type(engine.reader.head) is LinearHead
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_os_error_and_leaves_nothing(
@@ -540,7 +540,7 @@ def test_a_head_alone_a_few_layers_and_a_users_head(data: Path, tmp_path: Path) 
     assert {key.split(".")[-3] for key in keys} == {"q_proj"}
     for name, kind in (("linear", LinearHead), ("own", BilinearHead)):
         with Engine.from_pretrained(tmp_path / name, EngineConfig(device="cpu")) as engine:
-            assert type(engine._head) is kind
+            assert type(engine.reader.head) is kind
             assert engine.decide([rows(1)[0]])
 
 
