@@ -20,7 +20,8 @@ from flide.runtime.metadata import PAGE_SIZE, ForkMetadata
 class ForkAttention(nn.Module):
     """Grouped-query attention in which every branch sees its own trunk and nothing of its siblings.
 
-    Subclasses change projections, norms and gates; visibility stays in :meth:`attend`.
+    Subclasses change projections (:meth:`project`, :meth:`project_key_value`), norms (``q_norm``, ``k_norm``) and gates
+    (:meth:`forward`); visibility stays in :meth:`attend`.
 
     Args:
         hidden_size: D.
@@ -30,7 +31,7 @@ class ForkAttention(nn.Module):
         window: keys a query sees, itself included; 0 for all.
 
     Attributes:
-        q_norm, k_norm: applied per head before rotation; identity unless a subclass sets them.
+        q_norm, k_norm: applied to ``[T, heads, H]`` before rotation; identity unless a subclass sets them.
         query_parts: vectors of size H that ``q_proj`` emits per head.
         kv_pool: ``[pages, 2, M, PAGE_SIZE, H]`` when pools were allocated, else None and trunks are read from the
             stream.
@@ -90,7 +91,7 @@ class ForkAttention(nn.Module):
         """One product for queries, keys and values; see ``flide.layers.merge``. A subclass that computes keys or values
         its own way stays unmerged."""
         if type(self).project_key_value is ForkAttention.project_key_value:
-            self.merged = merge(self.q_proj, self.k_proj, self.v_proj)
+            self.merged = merge([self.q_proj], [self.k_proj], [self.v_proj])
 
     def attend(
         self,

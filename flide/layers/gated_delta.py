@@ -5,12 +5,14 @@ Shapes: T stream rows, Q query rows, D hidden size, C conv channels, W conv widt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from flide.layers.attention import select_rows
-from flide.layers.merge import MergedLinear, merge
+from flide.layers.merge import MergedLinear, merge, side_by_side
 from flide.layers.norm import GatedRMSNorm, KeepFloat32
 from flide.layers.rotary import RotaryTables
 from flide.ops.fork_gated_delta import fork_gated_delta, fork_gated_delta_cached
@@ -19,6 +21,10 @@ from flide.runtime.metadata import ForkMetadata
 
 class ForkGatedDeltaNet(KeepFloat32):
     """Gated DeltaNet (Yang et al. 2024) in which every branch starts from its trunk's final state.
+
+    A subclass whose checkpoints hold other modules makes them in :meth:`build` and says in :meth:`projections`,
+    :meth:`conv_weight` and :meth:`output` what they are; one that computes its projections in another way overrides
+    :meth:`project`. The recurrence stays in :meth:`delta_rule`.
 
     Args:
         hidden_size: D.
@@ -29,6 +35,7 @@ class ForkGatedDeltaNet(KeepFloat32):
         beta_scale: factor of the write strength ``sigmoid(b)``.
 
     Attributes:
+        key_size, value_size: channels of all heads of q (and k), and of v.
         A_log: ``[N]`` log decay rate, float32 in every dtype of the model.
         state_pool: ``[slots, N, K, V]`` float32, conv_pool: ``[slots, W - 1, C]`` when pools were allocated, else None.
         scratch: ``[parents, N, K, V]`` float32 states that children of one round start from; layers may share it.
@@ -55,21 +62,37 @@ class ForkGatedDeltaNet(KeepFloat32):
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         self.beta_scale = beta_scale
-        value_size = num_value_heads * value_dim
-        channels = 2 * num_key_heads * key_dim + value_size
-        self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
-        self.in_proj_z = nn.Linear(hidden_size, value_size, bias=False)
-        self.in_proj_b = nn.Linear(hidden_size, num_value_heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden_size, num_value_heads, bias=False)
-        self.conv1d = nn.Conv1d(channels, channels, conv_width, groups=channels, bias=False)
+        self.key_size, self.value_size = num_key_heads * key_dim, num_value_heads * value_dim
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
-        self.norm = GatedRMSNorm(value_dim, eps)
-        self.out_proj = nn.Linear(value_size, hidden_size, bias=False)
+        self.build(hidden_size, conv_width, eps)
         self.merged: MergedLinear | None = None
         self.register_buffer("state_pool", None, persistent=False)
         self.register_buffer("conv_pool", None, persistent=False)
         self.register_buffer("scratch", None, persistent=False)
+
+    def build(self, hidden_size: int, conv_width: int, eps: float) -> None:
+        """Make the modules, under the names that the checkpoint has for them."""
+        channels = 2 * self.key_size + self.value_size
+        self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden_size, self.value_size, bias=False)
+        self.in_proj_b = nn.Linear(hidden_size, self.num_value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden_size, self.num_value_heads, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, conv_width, groups=channels, bias=False)
+        self.norm = GatedRMSNorm(self.value_dim, eps)
+        self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
+
+    def projections(self) -> tuple[Sequence[nn.Module], ...]:
+        """The layers whose outputs, side by side, are ``[q | k | v]``, the output gate z, b, and a."""
+        return [self.in_proj_qkv], [self.in_proj_z], [self.in_proj_b], [self.in_proj_a]
+
+    def conv_weight(self) -> Tensor:
+        """``[C, W]`` depthwise taps of ``[q | k | v]``, the last one on the current row."""
+        return self.conv1d.weight.squeeze(1)
+
+    def output(self, o_QNV: Tensor, z_QNV: Tensor) -> Tensor:
+        """``[Q, D]`` of what was read from the states, and the gate."""
+        return self.out_proj(self.norm(o_QNV, z_QNV).flatten(1))
 
     def forward(
         self,
@@ -79,15 +102,19 @@ class ForkGatedDeltaNet(KeepFloat32):
         query_rows: Tensor | None = None,
     ) -> Tensor:
         """Mixed rows ``[Q, D]``: all stream rows, or only those named by ``query_rows`` ([Q] int32). No rotation."""
-        if self.merged is not None and query_rows is None:
-            qkv_TC, z, b_TN, a_TN = self.merged(hidden_states_TD)
-        else:
-            qkv_TC = self.in_proj_qkv(hidden_states_TD)
-            a_TN, b_TN = self.in_proj_a(hidden_states_TD), self.in_proj_b(hidden_states_TD)
-            z = self.in_proj_z(select_rows(hidden_states_TD, query_rows))
+        qkv_TC, z, b_TN, a_TN = self.project(hidden_states_TD, query_rows)
         o_QNV = select_rows(self.delta_rule(qkv_TC, a_TN, b_TN, meta), query_rows)
-        z_QNV = rearrange(z, "q (n v) -> q n v", v=self.value_dim)
-        return self.out_proj(self.norm(o_QNV, z_QNV).flatten(1))
+        return self.output(o_QNV, rearrange(z, "q (n v) -> q n v", v=self.value_dim))
+
+    def project(self, hidden_states_TD: Tensor, query_rows: Tensor | None) -> tuple[Tensor, ...]:
+        """``[q | k | v]`` ``[T, C]`` before the convolution, the gate z ``[Q, N * V]`` of the query rows, and b and a
+        ``[T, N]`` before sigmoid and softplus."""
+        if self.merged is not None and query_rows is None:
+            return self.merged(hidden_states_TD)
+        qkv, z, b, a = self.projections()
+        qkv_TC = side_by_side(qkv, hidden_states_TD)
+        a_TN, b_TN = side_by_side(a, hidden_states_TD), side_by_side(b, hidden_states_TD)
+        return qkv_TC, side_by_side(z, select_rows(hidden_states_TD, query_rows)), b_TN, a_TN
 
     def delta_rule(self, qkv_TC: Tensor, a_TN: Tensor, b_TN: Tensor, meta: ForkMetadata) -> Tensor:
         """Convolution, gates and recurrence: ``[T, N, V]``. "A branch starts from its parent's state" lives here."""
@@ -96,7 +123,7 @@ class ForkGatedDeltaNet(KeepFloat32):
                 qkv_TC,
                 a_TN,
                 b_TN,
-                conv_weight_CW=self.conv1d.weight.squeeze(1),
+                conv_weight_CW=self.conv_weight(),
                 A_log_N=self.A_log,
                 dt_bias_N=self.dt_bias,
                 segment_offsets=meta.segment_offsets,
@@ -109,7 +136,7 @@ class ForkGatedDeltaNet(KeepFloat32):
             qkv_TC,
             a_TN,
             b_TN,
-            conv_weight_CW=self.conv1d.weight.squeeze(1),
+            conv_weight_CW=self.conv_weight(),
             A_log_N=self.A_log,
             dt_bias_N=self.dt_bias,
             state_pool=self.state_pool,
@@ -131,15 +158,15 @@ class ForkGatedDeltaNet(KeepFloat32):
 
     def merge_projections(self) -> None:
         """One product for qkv, z, b and a; see ``flide.layers.merge``."""
-        self.merged = merge(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        self.merged = merge(*self.projections())
 
     def allocate_pools(self, *, slots: int, parents: int, scratch: Tensor | None = None) -> None:
         """Give the layer pools of ``slots`` checkpoints and scratch for ``parents`` segments with children, on the
         device of its weights. ``scratch`` of that shape from another layer is shared."""
-        channels, _, width = self.conv1d.weight.shape
+        channels, width = self.conv_weight().shape
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
         self.state_pool = self.A_log.new_zeros((slots, *shape), dtype=torch.float32)
-        self.conv_pool = self.conv1d.weight.new_zeros(slots, width - 1, channels)
+        self.conv_pool = self.conv_weight().new_zeros(slots, width - 1, channels)
         if scratch is None or scratch.shape != (parents, *shape):
             scratch = self.A_log.new_zeros((parents, *shape), dtype=torch.float32)
         self.scratch = scratch

@@ -27,4 +27,4 @@ class GatedMLP(nn.Module):
 
     def merge_projections(self) -> None:
         """One product for gate and up; see ``flide.layers.merge``."""
-        self.merged = merge(self.gate_proj, self.up_proj)
+        self.merged = merge([self.gate_proj], [self.up_proj])
