@@ -1,7 +1,16 @@
 """Tree-aware models. One file per family; each reads top to bottom."""
 
 from flide.models.auto import AutoModelForDecision, register
-from flide.models.decision import ForDecision
+from flide.models.config import ConfigReader
+from flide.models.decision import ForDecision, config_fields
 from flide.models.qwen3_5 import Qwen35Config, Qwen35ForDecision
 
-__all__ = ["AutoModelForDecision", "ForDecision", "Qwen35Config", "Qwen35ForDecision", "register"]
+__all__ = [
+    "AutoModelForDecision",
+    "ConfigReader",
+    "ForDecision",
+    "Qwen35Config",
+    "Qwen35ForDecision",
+    "config_fields",
+    "register",
+]

@@ -1,8 +1,13 @@
-"""Picking a model family by what its config.json says; outside packages add theirs with :func:`register`."""
+"""Picking a model family by what its config.json says.
+
+Outside packages add theirs with :func:`register`. An installed one is found without being imported first, if it names
+its classes as entry points: ``[project.entry-points."flide.models"]``, architecture or model type = ``"module:Class"``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +18,7 @@ from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
 
+ENTRY_POINTS = "flide.models"
 _FAMILIES: dict[str, type[ForDecision]] = {}
 _Model = TypeVar("_Model", bound=type[ForDecision])
 
@@ -36,18 +42,34 @@ def register(*names: str) -> Callable[[_Model], _Model]:
 
 
 def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
-    """The registered class for a config.json.
+    """The registered class for a config.json, or that of an installed package's entry point. Nothing is ever imported
+    from a model's directory.
 
     Raises:
-        CheckpointError: none is registered; names what was asked for and what there is.
+        CheckpointError: there is none, which names what was asked for and what there is; an entry point fails.
     """
     architectures = config.get("architectures")
     names = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
     for name in names:
         if isinstance(name, str) and name in _FAMILIES:
             return _FAMILIES[name]
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    for name in names:
+        if isinstance(name, str) and name in installed:
+            return _load(installed[name])
     asked = ", ".join(str(name)[:80] for name in names if name)[:400] or "none"
-    raise CheckpointError(f"no model family for architecture {asked}; supported: {', '.join(sorted(_FAMILIES))}")
+    raise CheckpointError(f"no model family for architecture {asked}; supported: {', '.join(sorted({*_FAMILIES, *installed}))}")
+
+
+def _load(point: EntryPoint) -> type[ForDecision]:
+    where = f"entry point {point.name} = {point.value} of {point.dist.name if point.dist else 'a package'}"
+    try:
+        family = point.load()
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"{where} cannot be loaded: {error}") from error
+    if not (isinstance(family, type) and issubclass(family, ForDecision)):
+        raise CheckpointError(f"{where} is no ForDecision")
+    return family
 
 
 class AutoModelForDecision:

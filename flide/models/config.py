@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ LIMITS = {
     "linear_conv_kernel_dim": 64,
     "max_position_embeddings": 1 << 31,
 }
+MAX_SIZE = 1 << 20  # of what has no limit of its own
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -60,11 +61,12 @@ class ConfigReader:
     def __init__(self, fields: Mapping[str, Any], name: str) -> None:
         self.fields, self.name = fields, name
 
-    def size(self, key: str) -> int:
-        """A positive integer no larger than its entry in ``LIMITS``."""
-        value = self.fields.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LIMITS[key]:
-            raise CheckpointError(f"{self.name}: {key} must be an integer from 1 to {LIMITS[key]}, got {_show(value)}")
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer no larger than its entry in ``LIMITS``; the default, if there is one, for null too."""
+        value, limit = self.fields.get(key), LIMITS.get(key, MAX_SIZE)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+            raise CheckpointError(f"{self.name}: {key} must be an integer from 1 to {limit}, got {_show(value)}")
         return value
 
     def number(self, key: str, default: float | None = None, *, fields: Mapping[str, Any] | None = None) -> float:
@@ -80,6 +82,14 @@ class ConfigReader:
             raise CheckpointError(f"{self.name}: {key} must be true or false, got {_show(value)}")
         return value
 
+    def layer_types(self, kinds: Collection[str], default: Sequence[str]) -> tuple[str, ...]:
+        """``layer_types``: one of ``kinds`` for each of ``num_hidden_layers`` layers."""
+        found, count = self.fields.get("layer_types"), self.size("num_hidden_layers")
+        found = default if found is None else found
+        if not isinstance(found, list | tuple) or len(found) != count or not all(kind in kinds for kind in found):
+            raise CheckpointError(f"{self.name}: layer_types must be {count} of {' and '.join(kinds)}")
+        return tuple(found)
+
     def section(self, key: str) -> Mapping[str, Any]:
         value = self.fields.get(key)
         if not isinstance(value, Mapping):
@@ -92,8 +102,9 @@ class ConfigReader:
         if value != supported:
             raise CheckpointError(f"{self.name}: {key}={_show(value)} is not supported (only {supported!r})")
 
-    def divides(self, small: str, large: str) -> None:
-        if self.size(large) % self.size(small):
+    def divides(self, small: str, large: str, default: int | None = None) -> None:
+        """Refuse two sizes of which one is not a multiple of the other; ``default`` is that of either."""
+        if self.size(large, default) % self.size(small, default):
             raise CheckpointError(f"{self.name}: {small} must divide {large}")
 
 

@@ -66,6 +66,7 @@ class ForDecision(nn.Module):
     Attributes:
         renames: (pattern, replacement) from stored keys to parameter names.
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
+        joined: (name, parts) of tensors that a checkpoint may store in parts, as ``match_tensors`` takes them.
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
         head: what reads options out of hidden rows; None for the labels' rows of ``lm_head``. See ``flide.heads``.
         pools_owner: what runs the model from the pools it was given; there can be one only.
@@ -75,6 +76,7 @@ class ForDecision(nn.Module):
     config_class: ClassVar[type[DecisionConfig]]
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
+    joined: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
     config: DecisionConfig
     lm_head: nn.Linear
     head: Head | None
@@ -263,7 +265,13 @@ class ForDecision(nn.Module):
             CheckpointError: missing, unexpected or wrongly shaped tensors, named.
         """
         tied = ("lm_head\\.",) if self.config.tie_word_embeddings else ()
-        return match_tensors(self.checkpoint_tensors(), stored, renames=self.renames, ignored=(*self.ignored, *tied))
+        return match_tensors(
+            self.checkpoint_tensors(),
+            stored,
+            renames=self.renames,
+            ignored=(*self.ignored, *tied),
+            joined=self.joined,
+        )
 
     @classmethod
     def on_meta(cls, config: Any) -> Self:

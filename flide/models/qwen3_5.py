@@ -57,17 +57,10 @@ class Qwen35Config:
         read.only("rope_scaling", None)  # the old name of rope_parameters; transformers lets it win
         read.divides("num_key_value_heads", "num_attention_heads")
         read.divides("linear_num_key_heads", "linear_num_value_heads")
-        num_layers = read.size("num_hidden_layers")
-        layer_types = fields.get("layer_types")
-        if layer_types is None:
-            period = read.size("full_attention_interval") if "full_attention_interval" in fields else 4
-            layer_types = [LINEAR if (i + 1) % period else FULL for i in range(num_layers)]
-        if (
-            not isinstance(layer_types, list | tuple)
-            or len(layer_types) != num_layers
-            or not all(layer_type in (FULL, LINEAR) for layer_type in layer_types)
-        ):
-            raise CheckpointError(f"Qwen3.5 config: layer_types must be {num_layers} of {FULL} and {LINEAR}")
+        num_layers, period = read.size("num_hidden_layers"), 4
+        if fields.get("layer_types") is None:
+            period = read.size("full_attention_interval", period)
+        layer_types = [LINEAR if (i + 1) % period else FULL for i in range(num_layers)]
         rope = read.section("rope_parameters")
         for key in ("rope_type", "type"):
             ConfigReader(rope, "Qwen3.5 config: rope_parameters").only(key, "default")
@@ -88,7 +81,7 @@ class Qwen35Config:
             vocab_size=read.size("vocab_size"),
             hidden_size=read.size("hidden_size"),
             intermediate_size=read.size("intermediate_size"),
-            layer_types=tuple(layer_types),
+            layer_types=read.layer_types((FULL, LINEAR), layer_types),
             num_attention_heads=read.size("num_attention_heads"),
             num_key_value_heads=read.size("num_key_value_heads"),
             head_dim=read.size("head_dim"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -89,12 +89,25 @@ def resolve_directory(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, known from its file's header alone."""
+    """One tensor of a checkpoint, known from its file's header alone.
+
+    Attributes:
+        parts: where it is stored in several, one behind the other along the first dimension; ``file`` and ``key`` are
+            then those of the first.
+    """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[StoredTensor, ...] = ()
+
+    def read(self) -> Tensor:
+        """Its value, from its files."""
+        if self.parts:
+            return torch.cat([part.read() for part in self.parts])
+        with safe_open(self.file, framework="pt") as file:
+            return cast(Tensor, file.get_tensor(self.key))
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -161,6 +174,7 @@ def match_tensors(
     *,
     renames: Iterable[tuple[str, str]] = (),
     ignored: Iterable[str] = (),
+    joined: Iterable[tuple[str, Sequence[str]]] = (),
 ) -> dict[str, StoredTensor]:
     """Pair every model tensor with its stored one.
 
@@ -169,6 +183,8 @@ def match_tensors(
         stored: the checkpoint's tensors by key.
         renames: (pattern, replacement) applied in order to stored keys to get model names.
         ignored: patterns of stored keys that belong to parts the model leaves out.
+        joined: (name, parts): a tensor with the name in its key may be stored as several that have the parts in their
+            keys instead, one behind the other along the first dimension. Comes before the renames.
 
     Raises:
         CheckpointError: one error that names missing, unexpected, wrongly shaped and non-float tensors.
@@ -178,7 +194,7 @@ def match_tensors(
     problems: list[str] = []
     unexpected: list[str] = []
     wrong: dict[str, str] = {}
-    for key, tensor in stored.items():
+    for key, tensor in _join(stored, joined).items():
         if any(re.match(pattern, key) for pattern in ignored):
             continue
         name = key
@@ -206,6 +222,25 @@ def match_tensors(
     return matched
 
 
+def _join(
+    stored: Mapping[str, StoredTensor], joined: Iterable[tuple[str, Sequence[str]]]
+) -> dict[str, StoredTensor]:
+    """The stored tensors, with one in the place of parts that fit together. Others stay, to be named in an error."""
+    found = dict(stored)
+    for whole, names in joined:
+        for key in [key for key in stored if names[0] in key]:
+            keys = [key.replace(names[0], name) for name in names]
+            parts = tuple(stored[key] for key in keys if key in stored)
+            alike = {(part.dtype, len(part.shape) > 0, part.shape[1:]) for part in parts}
+            target = key.replace(names[0], whole)
+            if len(parts) == len(names) and len(alike) == 1 and parts[0].shape and target not in found:
+                first = parts[0]
+                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+                found = {k: v for k, v in found.items() if k not in keys}
+                found[target] = StoredTensor(first.file, first.key, shape, first.dtype, parts)
+    return found
+
+
 def stream_weights(
     targets: Mapping[str, Tensor],
     sources: Mapping[str, StoredTensor],
@@ -228,7 +263,8 @@ def stream_weights(
                 with safe_open(path, framework="pt") as file:
                     while names and mapped < MAPPED_BYTES:
                         name = names.pop()
-                        value = file.get_tensor(sources[name].key)
+                        source = sources[name]
+                        value = source.read() if source.parts else file.get_tensor(source.key)
                         targets[name].copy_(value if change is None else change(name, value))
                         mapped += targets[name].nbytes
 
@@ -237,8 +273,7 @@ def holds(tensor: StoredTensor, value: Tensor) -> bool:
     """Whether a stored tensor, in the dtype of ``value``, equals it."""
     if tensor.shape != tuple(value.shape):
         return False
-    with safe_open(tensor.file, framework="pt") as file:
-        return torch.equal(file.get_tensor(tensor.key).to(value.dtype), value.detach().cpu())
+    return torch.equal(tensor.read().to(value.dtype), value.detach().cpu())
 
 
 def save_checkpoint(
