@@ -47,28 +47,31 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
         constants = {"SP": segments, "QP": min(1024, segments), "W": 4, "SAVES": MAX_SAVES, "L": CHUNK}
         constants |= {"BQ": table.query_block(4), "DEPTH": MAX_DEPTH, "B": schedule.ROWS}
         found[f"schedule, {segments} segments"] = schedule._fork_schedule_kernel, constants, 8
-    for heads in (16, 48):
+    for heads, key_heads, key_dim, value_dim in ((16, 16, 128, 128), (48, 16, 128, 128), (30, 30, 96, 192)):
         for cache in (False, True):
-            kind = f"{heads} heads, {'cached' if cache else 'fresh'}"
-            constants = {"N": heads, "E": 16, "K": 128, "V": 128, "WIDTH": 4, "HAS_CACHE": cache}
-            channels = (32 + heads) * 128
+            sizes = "" if key_dim == value_dim else f" of {key_dim} x {value_dim}"
+            kind = f"{heads} heads{sizes}, {'cached' if cache else 'fresh'}"
+            constants = {"N": heads, "E": key_heads, **head_sizes(key_dim, value_dim), "WIDTH": 4, "HAS_CACHE": cache}
+            channels = 2 * key_heads * key_dim + heads * value_dim
             convolution = {"BR": table.conv_rows, "FAST": True}
-            convolution |= {"C": channels, "S_QKV": channels + 128 * heads + 2 * heads}
+            convolution |= {"C": channels, "S_QKV": channels + value_dim * heads + 2 * heads}
             found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, table.conv_warps
             constants |= {"L": CHUNK, "PRECISION": "tf32", "FAST": True, "LEVELS": CHUNK.bit_length() - 1, "WINDOW": 4}
             found[f"prepare, {kind}"] = delta._prepare_kernel, constants, table.prepare_warps
     for level, narrow, cache in ((0, 16, True), (0, 16, False), (0, 32, False), (1, 128, True), (2, 128, True)):
         columns = table.scan_columns
         pipelined = level == 0 or columns < delta.UNPIPELINED
-        constants = {"N": 16, "E": 16, "K": 128, "V": 128, "BV": columns, "BV_FEW": min(narrow, columns), "L": CHUNK}
-        constants |= {"LEVEL": level, "HAS_CACHE": cache, "PRECISION": "tf32"}
-        constants |= {"STAGES": table.scan_stages if pipelined else 0}
-        name = f"scan, level {level}, {narrow} columns of few, {'cached' if cache else 'fresh'}"
-        found[name] = delta._scan_kernel, constants, table.scan_warps
-    for group in (4, 6):
+        constants = {"BV": columns, "BV_FEW": min(narrow, columns), "L": CHUNK, "LEVEL": level, "HAS_CACHE": cache}
+        constants |= {"PRECISION": "tf32", "STAGES": table.scan_stages if pipelined else 0}
+        kind = f"level {level}, {narrow} columns of few, {'cached' if cache else 'fresh'}"
+        for name, heads, key_dim, value_dim in (("scan", 16, 128, 128), ("scan of 96 x 192", 30, 96, 192)):
+            sizes = {name: size for name, size in head_sizes(key_dim, value_dim).items() if name != "VP"}
+            scan = {"N": heads, "E": heads, **sizes, **constants}
+            found[f"{name}, {kind}"] = delta._scan_kernel, scan, table.scan_warps
+    for group, head_dim in ((4, 256), (6, 256), (1, 128)):
         for rows in (False, True):
             for depth in (2, 3):
-                constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": 256, "PAGE": PAGE_SIZE}
+                constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": head_dim, "PAGE": PAGE_SIZE}
                 constants |= {"BQ": table.query_block(group), "BN": table.key_block, "STAGES": table.attention_stages}
                 constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32"}
                 constants |= {"SPLITS": attention.READOUT_SPLITS if rows else 1}
@@ -80,10 +83,16 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
     found["combine readouts"] = attention._combine_kernel, constants, 1
     constants = {"N": 8, "H": 256, "F": 32, "B": norm_rotary.HEADS}
     found["norm and rotary"] = norm_rotary._norm_rotary_kernel, constants, norm_rotary.WARPS
-    for heads in (16, 48):
-        constants = {"N": heads, "V": 128, "VP": 128, "B": gated_norm.HEADS}
+    for heads, value_dim in ((16, 128), (48, 128), (30, 192)):
+        constants = {"N": heads, "V": value_dim, "VP": triton.next_power_of_2(value_dim), "B": gated_norm.HEADS}
         found[f"gated norm, {heads} heads"] = gated_norm._gated_norm_kernel, constants, gated_norm.WARPS
     return found
+
+
+def head_sizes(key_dim: int, value_dim: int) -> dict[str, int]:
+    """Constants of the delta rule's kernels."""
+    sizes = {"K": key_dim, "V": value_dim}
+    return sizes | {f"{name}P": triton.next_power_of_2(size) for name, size in sizes.items()}
 
 
 def compile_for(kernel: Any, constants: dict[str, Any], warps: int, arch: int) -> Any:

@@ -58,7 +58,9 @@ def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
         if isinstance(name, str) and name in installed:
             return _load(installed[name])
     asked = ", ".join(str(name)[:80] for name in names if name)[:400] or "none"
-    raise CheckpointError(f"no model family for architecture {asked}; supported: {', '.join(sorted({*_FAMILIES, *installed}))}")
+    raise CheckpointError(
+        f"no model family for architecture {asked}; supported: {', '.join(sorted({*_FAMILIES, *installed}))}"
+    )
 
 
 def _load(point: EntryPoint) -> type[ForDecision]:

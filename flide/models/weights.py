@@ -222,9 +222,7 @@ def match_tensors(
     return matched
 
 
-def _join(
-    stored: Mapping[str, StoredTensor], joined: Iterable[tuple[str, Sequence[str]]]
-) -> dict[str, StoredTensor]:
+def _join(stored: Mapping[str, StoredTensor], joined: Iterable[tuple[str, Sequence[str]]]) -> dict[str, StoredTensor]:
     """The stored tensors, with one in the place of parts that fit together. Others stay, to be named in an error."""
     found = dict(stored)
     for whole, names in joined:

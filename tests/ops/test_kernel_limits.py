@@ -78,9 +78,9 @@ def attention_layer(
     return layer
 
 
-def delta_layer(meta: ForkMetadata, dtype: torch.dtype, *, key_heads: int, heads: int, dim: int, seed: int) -> Delta:
+def delta_layer(meta: ForkMetadata, dtype: torch.dtype, *, heads: int, **sizes: Any) -> Delta:
     """Random inputs; from heads that keep their state over a whole path to heads that forget it within a row."""
-    layer = Delta(meta.tokens.shape[0], dtype, key_heads=key_heads, heads=heads, dim=dim, seed=seed)
+    layer = Delta(meta.tokens.shape[0], dtype, heads=heads, **sizes)
     layer.A_log = torch.linspace(-6, 2, heads, device=DEVICE)
     return layer
 
@@ -150,16 +150,30 @@ def test_delta_rule_errs_no_more_than_plain_bfloat16(name: str, key_heads: int, 
 
 @pytest.mark.gpu
 @on_sweep
+def test_delta_rule_of_padded_heads_errs_no_more_than_plain_bfloat16(name: str) -> None:
+    sizes = {"key_heads": 30, "heads": 30, "dim": 96, "value_dim": 192}
+    check_delta_errors(SWEEP[name], torch.bfloat16, seed=seed_of(name), **sizes)
+
+
+@pytest.mark.gpu
+@on_sweep
 @ATTENTION_HEADS
 def test_attention_errs_no_more_than_plain_bfloat16(name: str, heads: int, kv_heads: int) -> None:
     check_attention_errors(SWEEP[name], torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256, seed=seed_of(name))
 
 
 def check_delta_errors(
-    shapes: list[Shape], dtype: torch.dtype, *, key_heads: int, heads: int, dim: int, seed: int
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    *,
+    key_heads: int,
+    heads: int,
+    dim: int,
+    seed: int,
+    value_dim: int | None = None,
 ) -> None:
     meta = pack(shapes)
-    layer = delta_layer(meta, dtype, key_heads=key_heads, heads=heads, dim=dim, seed=seed)
+    layer = delta_layer(meta, dtype, key_heads=key_heads, heads=heads, dim=dim, value_dim=value_dim, seed=seed)
     sizes = {"num_key_heads": key_heads, "key_dim": dim}
     plain = isolated_delta(delta_inputs(layer), meta, dtype=dtype, **sizes)
     exact = isolated_delta(in_float64(delta_inputs(layer)), meta, dtype=torch.float64, **sizes)

@@ -108,11 +108,24 @@ def test_schedule_of_random_rounds() -> None:
 
 
 class Delta:
-    """Random inputs of one layer, some of them split views of one merged projection."""
+    """Random inputs of one layer, some of them split views of one merged projection. Values have the size of keys
+    unless it is given."""
 
-    def __init__(self, rows: int, dtype: torch.dtype, *, key_heads: int, heads: int, dim: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        dtype: torch.dtype,
+        *,
+        key_heads: int,
+        heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        beta_scale: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        channels = 2 * key_heads * dim + heads * dim
+        value_dim = value_dim or dim
+        channels = 2 * key_heads * dim + heads * value_dim
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -122,10 +135,10 @@ class Delta:
         self.conv_weight = (randn(channels, 4) * 0.5).to(dtype).to(DEVICE)
         self.A_log = randn(heads).to(DEVICE)
         self.dt_bias = randn(heads).to(dtype).to(DEVICE)
-        self.state_pool = randn(9, heads, dim, dim).to(DEVICE)
+        self.state_pool = randn(9, heads, dim, value_dim).to(DEVICE)
         self.conv_pool = randn(9, 3, channels).to(dtype).to(DEVICE)
         self.state_pool[0], self.conv_pool[0] = 0, 0
-        self.sizes = {"num_key_heads": key_heads, "key_dim": dim}
+        self.sizes = {"num_key_heads": key_heads, "key_dim": dim, "beta_scale": beta_scale}
 
     def inputs(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         inputs = [self.qkv, self.a, self.b, self.conv_weight, self.A_log, self.dt_bias]
@@ -176,7 +189,6 @@ class Delta:
                 scratch,
                 *tree,
                 schedule,
-                beta_scale=1.0,
                 depth=meta.capacity.depth,
                 **self.sizes,
             )
@@ -207,6 +219,21 @@ def test_delta_rule_resumes_and_saves_at_any_row() -> None:
     delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32)
     for got, want in zip(delta.kernel(meta), delta.reference(meta, torch.float64), strict=True):
         assert relative_error(got.double(), want) <= FP32_RELATIVE
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(96, 192), (48, 80), (32, 48)], ids=str)
+def test_delta_rule_of_heads_that_are_no_powers_of_two(key_dim: int, value_dim: int) -> None:
+    """Tiles are padded; what lies behind a head, another head or nothing, must not be seen."""
+    caches = [TrunkCache(5, slot=3, pages=(1, 2), saves=((9, 4), (75, 5))), TrunkCache(pages=(3,), saves=((2, 6),))]
+    meta = pack([(70, [3, (2, [66])]), (2, [1])], caches=caches)
+    rows = meta.tokens.shape[0]
+    delta = Delta(rows, torch.float32, key_heads=1, heads=2, dim=key_dim, value_dim=value_dim, beta_scale=2.0)
+    out, *pools = delta.kernel(meta)
+    for got, want in zip((out, *pools), delta.reference(meta, torch.float64), strict=True):
+        assert relative_error(got.double(), want) <= FP32_RELATIVE
+    assert not out[int(meta.segment_offsets[-1]) :].any()
+    spare = set(range(9)) - {slot for cache in caches for _, slot in cache.saves}
+    assert all(torch.equal(pools[0][i], delta.state_pool[i]) for i in spare)
 
 
 def test_delta_rule_of_equal_keys_that_never_decay() -> None:
@@ -368,6 +395,9 @@ def test_kernels_of_smaller_gpus_in_bfloat16(small_table: LaunchTable) -> None:
         delta = Delta(rows, torch.bfloat16, key_heads=key_heads, heads=heads, dim=128)
         exact = delta.reference(meta, torch.float64)[0]
         assert error_norm(delta.kernel(meta)[0], exact) <= KERNEL_BUDGET * error_norm(exact.bfloat16(), exact)
+    delta = Delta(rows, torch.bfloat16, key_heads=16, heads=16, dim=96, value_dim=192)
+    exact = delta.reference(meta, torch.float64)[0]
+    assert error_norm(delta.kernel(meta)[0], exact) <= KERNEL_BUDGET * error_norm(exact.bfloat16(), exact)
     for heads, kv_heads in ((8, 2), (16, 4), (24, 4)):
         attention = Attention(rows, torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256)
         attention.pool.normal_()

@@ -150,14 +150,17 @@ def fork_gated_delta_cached(
     )
 
 
-HEAD_DIMS = (16, 32, 64, 128)  # of keys and of values, in the kernels
+KEY_DIMS, VALUE_DIMS = range(16, 129, 16), range(16, 257, 16)  # of the kernels
 
 
 def unsupported(key_dim: int, value_dim: int) -> str | None:
     """Why the CUDA kernels cannot serve a layer, or None."""
-    if key_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS:
-        return f"the gated delta rule has no CUDA kernel for heads of {key_dim} x {value_dim}; supported: {HEAD_DIMS}"
-    return None
+    if key_dim in KEY_DIMS and value_dim in VALUE_DIMS:
+        return None
+    return (
+        f"the gated delta rule has no CUDA kernel for heads of {key_dim} x {value_dim}; supported: keys of"
+        f" {', '.join(map(str, KEY_DIMS))} and values of {', '.join(map(str, VALUE_DIMS))}"
+    )
 
 
 def _fake_output(qkv: Tensor, A_log: Tensor, num_key_heads: int, key_dim: int) -> Tensor:

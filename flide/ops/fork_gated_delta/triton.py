@@ -13,7 +13,7 @@ One *scan* launch per level then runs chunk after chunk, every segment starting 
 Grids are persistent: programs loop up to a count that lies on the device.
 
 Shapes: T stream rows, S segments, Y chunks, N value heads, E key heads, K key dim, V value dim, L rows of a chunk,
-C conv channels, W conv width.
+C conv channels, W conv width; KP, VP: K and V padded to powers of two, which tiles must be.
 """
 
 from __future__ import annotations
@@ -64,6 +64,24 @@ def _exp(b_x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _load(p_x, m_head, PADDED: tl.constexpr):
+    """A tile of whole rows; masked only where heads are padded."""
+    if PADDED:
+        return tl.load(p_x, mask=m_head, other=0.0)
+    else:
+        return tl.load(p_x)
+
+
+@triton.jit
+def _both(m_rows, m_head, PADDED: tl.constexpr):
+    """The mask of a tile of some rows: theirs, and that of a head where heads are padded."""
+    if PADDED:
+        return m_rows & m_head
+    else:
+        return m_rows
+
+
+@triton.jit
 def _conv_store(
     p_qkv,
     p_to,
@@ -78,6 +96,7 @@ def _conv_store(
     channel,
     scale,
     D: tl.constexpr,
+    DP: tl.constexpr,
     NORM: tl.constexpr,
     S_QKV: tl.constexpr,
     C: tl.constexpr,
@@ -87,14 +106,16 @@ def _conv_store(
 ):
     """silu(conv) of one head's channels of some rows, normalised for q and k, float32 inside; history by index where a
     segment begins."""
-    o_d = tl.arange(0, D)
+    o_d = tl.arange(0, DP)
+    m_d = o_d < D
+    PADDED: tl.constexpr = DP != D
     p_weight += (channel + o_d) * WIDTH
-    b_y = tl.zeros([o_r.shape[0], D], dtype=tl.float32)
+    b_y = tl.zeros([o_r.shape[0], DP], dtype=tl.float32)
     if interior:  # the common case: whole rows of one segment, and before them its own rows
         p_x = p_qkv + first.to(tl.int64) * S_QKV + channel + o_r[:, None] * S_QKV + o_d[None, :]
         for lag in tl.static_range(WIDTH):
-            b_x = tl.load(p_x - lag * S_QKV).to(tl.float32)
-            b_y += b_x * tl.load(p_weight + (WIDTH - 1 - lag)).to(tl.float32)[None, :]
+            b_x = _load(p_x - lag * S_QKV, m_d[None, :], PADDED).to(tl.float32)
+            b_y += b_x * _load(p_weight + (WIDTH - 1 - lag), m_d, PADDED).to(tl.float32)[None, :]
     else:
         for lag in tl.static_range(WIDTH):
             source = first + o_r
@@ -103,16 +124,18 @@ def _conv_store(
                 before = tl.load(p_before + (lag - 1 - local), mask=m_before, other=-1)
                 source = tl.where(local < lag, before, source - lag)
             p_x = p_qkv + source.to(tl.int64)[:, None] * S_QKV + (channel + o_d)[None, :]
-            b_x = tl.load(p_x, mask=(m_rows & (source >= 0))[:, None], other=0.0).to(tl.float32)
+            m_x = _both((m_rows & (source >= 0))[:, None], m_d[None, :], PADDED)
+            b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
             if HAS_CACHE and lag > 0:
                 p_x = (p_window + (-2 - source).to(tl.int64) * C)[:, None] + (channel + o_d)[None, :]
-                b_x += tl.load(p_x, mask=(m_rows & (source <= -2))[:, None], other=0.0).to(tl.float32)
-            b_y += b_x * tl.load(p_weight + (WIDTH - 1 - lag)).to(tl.float32)[None, :]
+                m_x = _both((m_rows & (source <= -2))[:, None], m_d[None, :], PADDED)
+                b_x += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+            b_y += b_x * _load(p_weight + (WIDTH - 1 - lag), m_d, PADDED).to(tl.float32)[None, :]
     b_y = _silu(b_y, FAST)
     if NORM:
         b_y *= (tl.rsqrt(tl.sum(b_y * b_y, axis=1) + 1e-6) * scale)[:, None]
     p_y = p_to + first.to(tl.int64) * C + channel + o_r[:, None] * C + o_d[None, :]
-    tl.store(p_y, b_y.to(p_to.dtype.element_ty), mask=m_rows[:, None])
+    tl.store(p_y, b_y.to(p_to.dtype.element_ty), mask=_both(m_rows[:, None], m_d[None, :], PADDED))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -132,6 +155,8 @@ def _conv_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
     BR: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_CACHE: tl.constexpr,
@@ -168,6 +193,7 @@ def _conv_kernel(
                 unit * K,
                 scale,
                 K,
+                KP,
                 True,
                 S_QKV,
                 C,
@@ -190,6 +216,7 @@ def _conv_kernel(
                 2 * E * K + (unit - 2 * E) * V,
                 1.0,
                 V,
+                VP,
                 False,
                 S_QKV,
                 C,
@@ -201,13 +228,13 @@ def _conv_kernel(
 
 
 @triton.jit
-def _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, o_c, C):
+def _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, o_c, m_c, C, PADDED: tl.constexpr):
     """Keep the raw rows ``source`` of some channels: stream rows, zeros (-1), or rows of the window resumed from."""
     p_x = p_qkv + source.to(tl.int64)[:, None] * s_qkv + o_c[None, :]
-    b_x = tl.load(p_x, mask=(m_w & (source >= 0))[:, None], other=0.0)
+    b_x = tl.load(p_x, mask=_both((m_w & (source >= 0))[:, None], m_c[None, :], PADDED), other=0.0)
     p_x = p_window + (-2 - source).to(tl.int64)[:, None] * C + o_c[None, :]
-    b_x += tl.load(p_x, mask=(m_w & (source <= -2))[:, None], other=0.0)
-    tl.store(p_to + o_c[None, :], b_x, mask=m_w[:, None])
+    b_x += tl.load(p_x, mask=_both((m_w & (source <= -2))[:, None], m_c[None, :], PADDED), other=0.0)
+    tl.store(p_to + o_c[None, :], b_x, mask=_both(m_w[:, None], m_c[None, :], PADDED))
 
 
 @triton.jit
@@ -263,6 +290,8 @@ def _prepare_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
     L: tl.constexpr,
     LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -272,8 +301,10 @@ def _prepare_kernel(
     FAST: tl.constexpr,
 ):
     o_l = tl.arange(0, L)
-    o_k = tl.arange(0, K)
-    o_v = tl.arange(0, V)
+    o_k = tl.arange(0, KP)
+    o_v = tl.arange(0, VP)
+    m_k = o_k < K
+    m_v = o_v < V
     num_chunks = tl.load(p_chunk_offsets + num_segments)
     work = tl.program_id(0)
     while work < num_chunks * N:  # not a for loop: its loads must not be pipelined across tiles
@@ -290,6 +321,7 @@ def _prepare_kernel(
         dtype = p_w.dtype.element_ty
         o_row = rows.to(tl.int64) * N + i_h
         m_store = m_rows[:, None]
+        m_qk = _both(m_store, m_k[None, :], KP != K)
 
         b_a = tl.load(p_a + rows.to(tl.int64) * s_a + i_h, mask=m_rows, other=0.0).to(tl.float32)
         b_b = tl.load(p_b + rows.to(tl.int64) * s_b + i_h, mask=m_rows, other=0.0).to(tl.float32)
@@ -302,8 +334,8 @@ def _prepare_kernel(
 
         tl.store(p_decay + o_row, b_G, mask=m_rows)
         o_c = rows.to(tl.int64)[:, None] * C
-        b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_store, other=0.0)
-        b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_store, other=0.0)
+        b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_qk, other=0.0)
+        b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_qk, other=0.0)
         b_ratio = _exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0), FAST)
         half: tl.constexpr = tl.float16 if FAST else tl.float32
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -320,7 +352,7 @@ def _prepare_kernel(
         if (is_last == 0) | (tl.load(p_final_slots + i_s) >= 0) | (save >= 0):  # the state after the chunk is needed
             b_T *= _exp(b_total - b_G, FAST)[:, None]
             b_w = tl.dot(tl.trans(b_T.to(dtype)), b_k, input_precision=PRECISION)
-            tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_store)
+            tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_qk)
         tl.store(p_total_decay + i_y * N + i_h, b_total)
         if save >= 0:
             p_hist = p_history + i_s * (WIDTH - 1)
@@ -332,10 +364,10 @@ def _prepare_kernel(
             source = tl.where(source < begin, before, source)
             slot = tl.load(p_chunk_saves + i_y).to(tl.int64)
             p_to = p_conv_pool + (slot * (WIDTH - 1) + o_w)[:, None] * C
-            _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, C)
+            _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, m_v, C, VP != V)
             if i_h % (N // E) == 0:
-                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, C)
-                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, C)
+                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, m_k, C, KP != K)
+                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, m_k, C, KP != K)
         work += tl.num_programs(0)
 
     # Rows behind the last segment belong to nobody; their outputs are read by row-wise layers and must be finite.
@@ -345,15 +377,16 @@ def _prepare_kernel(
         o_x = active.to(tl.int64) * N + work + o_l
         tl.store(
             p_out + o_x[:, None] * V + o_v[None, :],
-            tl.zeros([L, V], dtype=p_out.dtype.element_ty),
-            mask=(work + o_l < padding)[:, None],
+            tl.zeros([L, VP], dtype=p_out.dtype.element_ty),
+            mask=_both((work + o_l < padding)[:, None], m_v[None, :], VP != V),
         )
 
 
 @triton.jit
 def _chunk(
     p_conv, p_p, p_w, p_decay, p_out, total_decay, row, end, needs_state, i_h, o_v, b_S, C,
-    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store one chunk's outputs, and return the state after it if that is needed.
 
@@ -361,16 +394,17 @@ def _chunk(
     masked where they would matter; addresses are one 64-bit number and offsets that stay the same.
     """
     o_l = tl.arange(0, L)[:, None]
-    o_k = tl.arange(0, K)[None, :]
+    o_k = tl.arange(0, KP)[None, :]
+    m_k = o_k < K
     m_rows = o_l < end - row
     at = row.to(tl.int64)
     head = at * N + i_h
     p_q = p_conv + at * C + i_h // (N // E) * K
     p_v = p_conv + at * C + 2 * E * K + i_h * V
     o_qk = o_l * C + o_k
-    b_k = tl.load(p_q + E * K + o_qk)
+    b_k = _load(p_q + E * K + o_qk, m_k, KP != K)
     b_v = tl.load(p_v + o_l * C + o_v[None, :])
-    b_q = tl.load(p_q + o_qk)
+    b_q = _load(p_q + o_qk, m_k, KP != K)
     b_p = tl.load(p_p + head * L + (o_l * (N * L) + tl.arange(0, L)[None, :]))
     b_decay = tl.exp(tl.load(p_decay + head + o_l * N))
     b_Sc = b_S.to(b_k.dtype)
@@ -380,9 +414,17 @@ def _chunk(
     b_o = tl.dot(b_p, b_r, b_o, input_precision=PRECISION).to(p_out.dtype.element_ty)
     tl.store(p_out + head * V + (o_l * (N * V) + o_v[None, :]), b_o, mask=m_rows)
     if needs_state:
-        b_w = tl.load(p_w + head * K + (o_l * (N * K) + o_k), mask=m_rows, other=0.0)
+        b_w = tl.load(p_w + head * K + (o_l * (N * K) + o_k), mask=_both(m_rows, m_k, KP != K), other=0.0)
         b_S = tl.dot(tl.trans(b_w), b_r, b_S * tl.exp(total_decay), input_precision=PRECISION)
     return b_S
+
+
+@triton.jit
+def _store_state(p_x, b_S, m_k, PADDED: tl.constexpr):
+    if PADDED:
+        tl.store(p_x, b_S, mask=m_k)
+    else:
+        tl.store(p_x, b_S)
 
 
 @triton.jit
@@ -409,6 +451,7 @@ def _scan_segment(
     N: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
+    KP: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     L: tl.constexpr,
@@ -419,14 +462,17 @@ def _scan_segment(
 ):
     """BV value columns of one head, through all chunks of a segment."""
     o_v = i_v * BV + tl.arange(0, BV)
-    o_state = tl.arange(0, K)[:, None] * V + o_v[None, :]
-    b_S = tl.zeros([K, BV], dtype=tl.float32)
+    o_k = tl.arange(0, KP)[:, None]
+    m_k = o_k < K
+    PADDED: tl.constexpr = KP != K
+    o_state = o_k * V + o_v[None, :]
+    b_S = tl.zeros([KP, BV], dtype=tl.float32)
     if LEVEL > 0:
         parent_slot = tl.load(p_final_slots + tl.load(p_parents + i_s)).to(tl.int64)
-        b_S = tl.load(p_scratch + (parent_slot * N + i_h) * K * V + o_state)
+        b_S = _load(p_scratch + (parent_slot * N + i_h) * K * V + o_state, m_k, PADDED)
     elif HAS_CACHE:
         slot = tl.load(p_initial_slots + i_s).to(tl.int64)
-        b_S = tl.load(p_state_pool + (slot * N + i_h) * K * V + o_state)
+        b_S = _load(p_state_pool + (slot * N + i_h) * K * V + o_state, m_k, PADDED)
     first_chunk = tl.load(p_chunk_offsets + i_s)
     end_chunk = tl.load(p_chunk_offsets + i_s + 1)
     begin = tl.load(p_offsets + i_s)
@@ -441,23 +487,23 @@ def _scan_segment(
                 end = tl.load(p_chunk_rows + 2 * i_y + 1)
             b_S = _chunk(
                 p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), row, end, True, i_h, o_v, b_S, C,
-                N, E, K, V, L, PRECISION,
+                N, E, K, KP, V, L, PRECISION,
             )  # fmt: skip
             if LEVEL == 0 and HAS_CACHE:
                 save = tl.load(p_chunk_saves + i_y).to(tl.int64)
                 if save >= 0:
-                    tl.store(p_state_pool + (save * N + i_h) * K * V + o_state, b_S)
+                    _store_state(p_state_pool + (save * N + i_h) * K * V + o_state, b_S, m_k, PADDED)
     else:
         i_y = first_chunk
         while i_y < end_chunk:
             needs_state = (i_y + 1 < end_chunk) | (final_slot >= 0)
             b_S = _chunk(
                 p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), begin + (i_y - first_chunk) * L,
-                end, needs_state, i_h, o_v, b_S, C, N, E, K, V, L, PRECISION,
+                end, needs_state, i_h, o_v, b_S, C, N, E, K, KP, V, L, PRECISION,
             )  # fmt: skip
             i_y += 1
     if final_slot >= 0:
-        tl.store(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S)
+        _store_state(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S, m_k, PADDED)
 
 
 @triton.jit(do_not_specialize=["few"])
@@ -483,6 +529,7 @@ def _scan_kernel(
     N: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
+    KP: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     BV_FEW: tl.constexpr,
@@ -503,7 +550,7 @@ def _scan_kernel(
                 p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
                 p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
                 first_segment + work // (V // BV_FEW) // N, work // (V // BV_FEW) % N, work % (V // BV_FEW), C,
-                N, E, K, V, BV_FEW, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
+                N, E, K, KP, V, BV_FEW, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
             )  # fmt: skip
             work += tl.num_programs(0)
     else:
@@ -512,7 +559,7 @@ def _scan_kernel(
                 p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
                 p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
                 first_segment + work // (V // BV) // N, work // (V // BV) % N, work % (V // BV), C,
-                N, E, K, V, BV, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
+                N, E, K, KP, V, BV, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
             )  # fmt: skip
             work += tl.num_programs(0)
 
@@ -553,6 +600,7 @@ def fork_gated_delta_triton(
     out_TNV = qkv_TC.new_empty(num_rows, heads, value_dim)
     decay = qkv_TC.new_empty(read_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
+    padded = {"KP": triton.next_power_of_2(key_dim), "VP": triton.next_power_of_2(value_dim)}
     programs, table = num_programs(qkv_TC.device), launch_table(qkv_TC.device)
     num_segments, fast = segment_parents.shape[0], qkv_TC.is_cuda and not exact
     _conv_kernel[(table.conv_programs * programs,)](
@@ -571,6 +619,7 @@ def fork_gated_delta_triton(
         E=num_key_heads,
         K=key_dim,
         V=value_dim,
+        **padded,
         BR=table.conv_rows,
         WIDTH=width,
         HAS_CACHE=has_cache,
@@ -609,6 +658,7 @@ def fork_gated_delta_triton(
         E=num_key_heads,
         K=key_dim,
         V=value_dim,
+        **padded,
         L=CHUNK,
         LEVELS=CHUNK.bit_length() - 1,
         WIDTH=width,
@@ -620,7 +670,8 @@ def fork_gated_delta_triton(
     )
 
     for level in range(depth):
-        columns = narrow = min(table.scan_columns, value_dim)
+        # Tiles of columns divide a head; V & -V is the largest power of two that does.
+        columns = narrow = min(table.scan_columns, value_dim & -value_dim)
         pipelined = level == 0 or columns < UNPIPELINED
         # A trunk runs long. A single one, or a few, are cut into more programs, as long as none waits for another.
         while level == 0 and narrow > 16 and heads * value_dim // narrow * 2 <= programs:
@@ -648,6 +699,7 @@ def fork_gated_delta_triton(
             N=heads,
             E=num_key_heads,
             K=key_dim,
+            KP=padded["KP"],
             V=value_dim,
             BV=columns,
             BV_FEW=narrow,
