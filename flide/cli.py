@@ -20,9 +20,11 @@ from flide.console import (
     FAILED,
     INTERRUPTED,
     OutputError,
+    add_import_option,
     add_model_options,
     add_temperature_options,
     given_temperatures,
+    import_modules,
     open_engine,
     print_line,
     tell,
@@ -67,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed")
+        import_modules(arguments.imports)
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -106,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
+    add_import_option(info)
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     info.set_defaults(run=_info)

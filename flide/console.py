@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 FAILED = 1
@@ -19,8 +23,51 @@ class OutputError(Exception):
     """Standard output cannot be written."""
 
 
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """The option that :func:`import_modules` reads."""
+    text = "import this first, by name or as a .py file: model families and heads of your own; may be repeated"
+    parser.add_argument("--import", metavar="MODULE", action="append", default=[], dest="imports", help=text)
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules by their names, or from files: ``family.py`` as ``family``.
+
+    Raises:
+        ValueError: one cannot be found, or imported; a file's name is that of another module.
+    """
+    for name in names:
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name))
+            elif name.startswith(".") or not name:
+                raise ImportError("no name of a module")
+            else:
+                importlib.import_module(name)
+        except (ImportError, SyntaxError, OSError) as error:
+            raise ValueError(f"--import: cannot import {name!r}: {error}") from error
+
+
+def _import_file(path: Path) -> None:
+    taken = sys.modules.get(path.stem)
+    if taken is not None:
+        if getattr(taken, "__file__", None) != str(path.resolve()):
+            raise ImportError(f"there is another module called {path.stem}")
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that :func:`open_engine` reads."""
+    """The options that :func:`open_engine` reads, and ``--import``."""
+    add_import_option(parser)
     parser.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")

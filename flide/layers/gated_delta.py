@@ -5,7 +5,8 @@ Shapes: T stream rows, Q query rows, D hidden size, C conv channels, W conv widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,12 +20,25 @@ from flide.ops.fork_gated_delta import fork_gated_delta, fork_gated_delta_cached
 from flide.runtime.metadata import ForkMetadata
 
 
+class DeltaNetNames(NamedTuple):
+    """What a checkpoint calls the modules of a Gated DeltaNet. Projection and convolution of q, k and v are one module
+    for all three, or three."""
+
+    qkv: tuple[str, ...] = ("in_proj_qkv",)
+    z: str = "in_proj_z"
+    b: str = "in_proj_b"
+    a: str = "in_proj_a"
+    conv: tuple[str, ...] = ("conv1d",)
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
 class ForkGatedDeltaNet(KeepFloat32):
     """Gated DeltaNet (Yang et al. 2024) in which every branch starts from its trunk's final state.
 
-    A subclass whose checkpoints hold other modules makes them in :meth:`build` and says in :meth:`projections`,
-    :meth:`conv_weight` and :meth:`output` what they are; one that computes its projections in another way overrides
-    :meth:`project`. The recurrence stays in :meth:`delta_rule`.
+    A subclass whose checkpoints have other names for the same modules, or separate ones for q, k and v, sets ``names``;
+    one with other modules overrides :meth:`build`, and :meth:`projections`, :meth:`conv_weight` or :meth:`output`; one
+    that computes its projections in another way overrides :meth:`project`. The recurrence stays in :meth:`delta_rule`.
 
     Args:
         hidden_size: D.
@@ -35,12 +49,14 @@ class ForkGatedDeltaNet(KeepFloat32):
         beta_scale: factor of the write strength ``sigmoid(b)``.
 
     Attributes:
+        names: of the modules.
         key_size, value_size: channels of all heads of q (and k), and of v.
         A_log: ``[N]`` log decay rate, float32 in every dtype of the model.
         state_pool: ``[slots, N, K, V]`` float32, conv_pool: ``[slots, W - 1, C]`` when pools were allocated, else None.
         scratch: ``[parents, N, K, V]`` float32 states that children of one round start from; layers may share it.
     """
 
+    names: ClassVar[DeltaNetNames] = DeltaNetNames()
     float32_names = ("A_log", "state_pool", "scratch")
     state_pool: Tensor | None
     conv_pool: Tensor | None
@@ -72,27 +88,35 @@ class ForkGatedDeltaNet(KeepFloat32):
         self.register_buffer("scratch", None, persistent=False)
 
     def build(self, hidden_size: int, conv_width: int, eps: float) -> None:
-        """Make the modules, under the names that the checkpoint has for them."""
-        channels = 2 * self.key_size + self.value_size
-        self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
-        self.in_proj_z = nn.Linear(hidden_size, self.value_size, bias=False)
-        self.in_proj_b = nn.Linear(hidden_size, self.num_value_heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden_size, self.num_value_heads, bias=False)
-        self.conv1d = nn.Conv1d(channels, channels, conv_width, groups=channels, bias=False)
-        self.norm = GatedRMSNorm(self.value_dim, eps)
-        self.out_proj = nn.Linear(self.value_size, hidden_size, bias=False)
+        """Make the modules."""
+        names, sizes = self.names, (self.key_size, self.key_size, self.value_size)
+
+        def sizes_of(names: tuple[str, ...]) -> Iterable[tuple[str, int]]:
+            return zip(names, sizes if len(names) > 1 else [sum(sizes)], strict=True)
+
+        projected = [*sizes_of(names.qkv), (names.z, self.value_size)]
+        projected += [(name, self.num_value_heads) for name in (names.b, names.a)]
+        for name, size in projected:
+            self.add_module(name, nn.Linear(hidden_size, size, bias=False))
+        for name, size in sizes_of(names.conv):
+            self.add_module(name, nn.Conv1d(size, size, conv_width, groups=size, bias=False))
+        self.add_module(names.norm, GatedRMSNorm(self.value_dim, eps))
+        self.add_module(names.out, nn.Linear(self.value_size, hidden_size, bias=False))
 
     def projections(self) -> tuple[Sequence[nn.Module], ...]:
         """The layers whose outputs, side by side, are ``[q | k | v]``, the output gate z, b, and a."""
-        return [self.in_proj_qkv], [self.in_proj_z], [self.in_proj_b], [self.in_proj_a]
+        groups = self.names.qkv, (self.names.z,), (self.names.b,), (self.names.a,)
+        return tuple([getattr(self, name) for name in group] for group in groups)
 
     def conv_weight(self) -> Tensor:
         """``[C, W]`` depthwise taps of ``[q | k | v]``, the last one on the current row."""
-        return self.conv1d.weight.squeeze(1)
+        weights_CW = [getattr(self, name).weight.squeeze(1) for name in self.names.conv]
+        return weights_CW[0] if len(weights_CW) == 1 else torch.cat(weights_CW)
 
     def output(self, o_QNV: Tensor, z_QNV: Tensor) -> Tensor:
         """``[Q, D]`` of what was read from the states, and the gate."""
-        return self.out_proj(self.norm(o_QNV, z_QNV).flatten(1))
+        norm, out = getattr(self, self.names.norm), getattr(self, self.names.out)
+        return out(norm(o_QNV, z_QNV).flatten(1))
 
     def forward(
         self,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from flide.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_CONFIG_BYTES = 16 << 20
 # Far above any published model; a config beyond these is damaged or hostile.
@@ -50,6 +54,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+_Config = TypeVar("_Config", bound="DataclassInstance")
+
+
 class ConfigReader:
     """Typed, bounded access to the fields of a config object.
 
@@ -60,6 +67,17 @@ class ConfigReader:
 
     def __init__(self, fields: Mapping[str, Any], name: str) -> None:
         self.fields, self.name = fields, name
+
+    def fill(self, config_class: type[_Config], **given: Any) -> _Config:
+        """A dataclass from what is given and, for its other fields, from the config: an int is read as :meth:`size`, a
+        float as :meth:`number` and a bool as :meth:`flag`, with the field's default where it has one."""
+        kinds = get_type_hints(config_class)
+        for field in fields(config_class):
+            default = None if field.default is MISSING else field.default
+            if field.name not in given:
+                read: Any = {int: self.size, float: self.number, bool: self.flag}[kinds[field.name]]
+                given[field.name] = read(field.name, default)
+        return config_class(**given)
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer no larger than its entry in ``LIMITS``; the default, if there is one, for null too."""
@@ -76,14 +94,14 @@ class ConfigReader:
             raise CheckpointError(f"{self.name}: {key} must be a positive number, got {_show(value)}")
         return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None) -> bool:
         value = self.fields.get(key, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.name}: {key} must be true or false, got {_show(value)}")
         return value
 
-    def layer_types(self, kinds: Collection[str], default: Sequence[str]) -> tuple[str, ...]:
-        """``layer_types``: one of ``kinds`` for each of ``num_hidden_layers`` layers."""
+    def layer_types(self, kinds: Collection[str], default: Sequence[str] | None = None) -> tuple[str, ...]:
+        """``layer_types``: one of ``kinds`` for each of ``num_hidden_layers`` layers; the default for null, too."""
         found, count = self.fields.get("layer_types"), self.size("num_hidden_layers")
         found = default if found is None else found
         if not isinstance(found, list | tuple) or len(found) != count or not all(kind in kinds for kind in found):

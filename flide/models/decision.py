@@ -6,9 +6,9 @@ Shapes: N readout rows, D hidden size, O options, L label rows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,12 @@ class DecisionConfig(Protocol):
 class ForDecision(nn.Module):
     """Base of tree-aware models: ``forward(tokens, meta)`` returns the final hidden states of the readout rows.
 
-    A family sets ``config_class``, builds its modules in ``__init__(config)`` under the checkpoint's own parameter
-    names, writes its layer loop in ``forward``, and says which stored keys it renames or leaves out.
+    A family sets ``config_class`` and ``model_class``, whose modules have the checkpoint's own parameter names and
+    whose ``forward`` is the layer loop, and says which stored keys it renames, joins or leaves out.
 
     Attributes:
+        model_class: made from the config; has ``embed_tokens`` and a ``forward`` with the arguments of ours. None for a
+            family that makes its modules, and runs them, itself.
         renames: (pattern, replacement) from stored keys to parameter names.
         ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
         joined: (name, parts) of tensors that a checkpoint may store in parts, as ``match_tensors`` takes them.
@@ -74,18 +76,25 @@ class ForDecision(nn.Module):
     """
 
     config_class: ClassVar[type[DecisionConfig]]
+    model_class: ClassVar[Callable[..., nn.Module] | None] = None
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
     joined: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
     config: DecisionConfig
+    model: nn.Module
     lm_head: nn.Linear
     head: Head | None
     pools_owner: weakref.ref[object] | None = None
     final_logit_softcapping: float | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.head = None
+        self.config, self.head = config, None
+        if self.model_class is not None:
+            self.model = self.model_class(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = cast(nn.Embedding, self.model.embed_tokens).weight
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]`` of ``meta.readout_rows``.
@@ -95,7 +104,7 @@ class ForDecision(nn.Module):
             meta: the stream's structure, on the same device.
             selective_readout: compute in the last layer only what the readout rows need; False is an ablation.
         """
-        raise NotImplementedError
+        return cast(Tensor, self.model(tokens_T, meta, selective_readout=selective_readout))
 
     @classmethod
     def from_config(cls, config: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Self:
@@ -278,7 +287,7 @@ class ForDecision(nn.Module):
         """The model without storage, for checking shapes before anything is allocated."""
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
         with torch.device("meta"):
-            return cls(config)  # type: ignore[call-arg]  # every family takes its config
+            return cls(config)
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:

@@ -44,7 +44,7 @@ class Qwen35Config:
     partial_rotary_factor: float
     mrope_section: tuple[int, int, int] | None
     rms_norm_eps: float
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool = False
     max_position_embeddings: int
 
     @classmethod
@@ -77,25 +77,12 @@ class Qwen35Config:
             raise CheckpointError("Qwen3.5 config: mrope_section must be three counts within the rotary frequencies")
         if not 0 < rotary_dim <= read.size("head_dim") or rotary_dim % 2:
             raise CheckpointError(f"Qwen3.5 config: {rotary_dim} rotary dims of head_dim {read.size('head_dim')}")
-        return cls(
-            vocab_size=read.size("vocab_size"),
-            hidden_size=read.size("hidden_size"),
-            intermediate_size=read.size("intermediate_size"),
+        return read.fill(
+            cls,
             layer_types=read.layer_types((FULL, LINEAR), layer_types),
-            num_attention_heads=read.size("num_attention_heads"),
-            num_key_value_heads=read.size("num_key_value_heads"),
-            head_dim=read.size("head_dim"),
-            linear_num_key_heads=read.size("linear_num_key_heads"),
-            linear_num_value_heads=read.size("linear_num_value_heads"),
-            linear_key_head_dim=read.size("linear_key_head_dim"),
-            linear_value_head_dim=read.size("linear_value_head_dim"),
-            linear_conv_kernel_dim=read.size("linear_conv_kernel_dim"),
             rope_theta=read.number("rope_theta", fields=rope),
             partial_rotary_factor=partial,
             mrope_section=None if section is None else (section[0], section[1], section[2]),
-            rms_norm_eps=read.number("rms_norm_eps"),
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            max_position_embeddings=read.size("max_position_embeddings"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -195,20 +182,11 @@ class Qwen35ForDecision(ForDecision):
     """Dense Qwen3.5, 3.6 and 3.8 of every size, text part only."""
 
     config_class = Qwen35Config
+    model_class = Qwen35Model
+    config: Qwen35Config
+    model: Qwen35Model
     renames = ((r"^model\.language_model\.", "model."),)
     ignored = (r"mtp\.", r"model\.visual\.")
-
-    def __init__(self, config: Qwen35Config) -> None:
-        super().__init__()
-        self.config: Qwen35Config = config
-        self.model = Qwen35Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
-        hidden_states_ND: Tensor = self.model(tokens_T, meta, selective_readout=selective_readout)
-        return hidden_states_ND
 
 
 __all__ = ["Qwen35Config", "Qwen35ForDecision"]

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from flide.console import add_temperature_options, given_temperatures, tell
+from flide.console import add_import_option, add_temperature_options, given_temperatures, tell
 from flide.errors import FlideError
 
 NEEDED = ("starlette", "uvicorn", "httptools", "zstandard", "prometheus_client")
@@ -22,6 +22,7 @@ def add_parser(commands: Any) -> None:
         help="answer requests over HTTP",
         description="Serves System One at /v1/systemone. The port opens when the model is ready.",
     )
+    add_import_option(parser)
     parser.add_argument("--model", help="model directory or Hub id (default: the model in the package)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
@@ -101,7 +102,7 @@ def serve(arguments: argparse.Namespace) -> int:
         temperatures=temperatures or None,
     )
     if arguments.frontends:
-        frontends = Frontends(arguments.frontends)
+        frontends = Frontends(arguments.frontends, imports=arguments.imports)
         try:
             with _ready(arguments.model, engine_config, frontends=arguments.frontends) as engine:
                 config = replace(config, names=(engine.model_name, *arguments.alias))

@@ -17,12 +17,13 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
+from flide.console import import_modules
 from flide.errors import FlideError
 from flide.runtime.engine import Engine
 from flide.runtime.reader import RequestReader
@@ -47,6 +48,7 @@ class _Settings:
     reader: RequestReader
     config: ServeConfig
     logs: Logs
+    imports: Sequence[str]
 
 
 @dataclass(eq=False, slots=True)
@@ -59,11 +61,12 @@ class _Frontend:
     is_up: bool = False
 
     @classmethod
-    def spawn(cls) -> _Frontend:
+    def spawn(cls, imports: Sequence[str]) -> _Frontend:
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
         receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_run_frontend, args=(theirs, receiving), name="flide-frontend", daemon=True)
+        arguments = (theirs, receiving, imports)
+        process = context.Process(target=_run_frontend, args=arguments, name="flide-frontend", daemon=True)
         # A terminal sends SIGINT to all processes: the first one ends the others. What is blocked now is so in them.
         resource_tracker.ensure_running()  # whose start would end the block
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -84,17 +87,19 @@ class Frontends:
 
     Args:
         count: of processes.
+        imports: what they import first, as ``--import`` takes it: the model's head may be a class from there.
 
     Raises:
         FlideError: the platform cannot spread connections, or there are too many.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, imports: Sequence[str] = ()) -> None:
         if sys.platform != "linux":
             raise FlideError("several frontends need Linux, whose kernel spreads connections over processes")
         if not 1 <= count <= MOST_FRONTENDS:
             raise FlideError(f"frontends should be 1 to {MOST_FRONTENDS}")
-        self._frontends = [_Frontend.spawn() for _ in range(count)]
+        self._imports = imports
+        self._frontends = [_Frontend.spawn(imports) for _ in range(count)]
 
     def serve(
         self, engine: Engine, config: ServeConfig, logs: Logs, *, listening: Callable[[socket.socket], None]
@@ -118,7 +123,9 @@ class Frontends:
             share(reserved)
             config = replace(config, port=reserved.getsockname()[1])
             fleet = _Fleet(
-                self._frontends, LocalBackend(engine, config), _Settings(engine.reader.on_cpu(), config, logs)
+                self._frontends,
+                LocalBackend(engine, config),
+                _Settings(engine.reader.on_cpu(), config, logs, self._imports),
             )
             return asyncio.run(fleet.serve(lambda: listening(reserved)))
 
@@ -205,13 +212,14 @@ class _Fleet:
             logger.error("too many frontends ended")
             self._end_with(1)
             return
-        another = _Frontend.spawn()
+        another = _Frontend.spawn(self._settings.imports)
         self._frontends[self._frontends.index(frontend)] = another
         self._begin(another)
 
 
-def _run_frontend(sock: socket.socket, settings: Connection) -> None:
+def _run_frontend(sock: socket.socket, settings: Connection, imports: Sequence[str]) -> None:
     """The process of one frontend."""
+    import_modules(imports)
     try:
         given: _Settings = settings.recv()
     except EOFError:  # the engine was not made

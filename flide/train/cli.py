@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flide.console import BAD_INPUT, INTERRUPTED, print_line, tell, write_json
+from flide.console import BAD_INPUT, INTERRUPTED, add_import_option, print_line, tell, write_json
 
 # Option -> type. Defaults are TrainConfig's, so that a resumed run can tell what was asked for.
 _OPTIONS: dict[str, tuple[Any, str]] = {
@@ -33,6 +33,7 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "is written. Ctrl-C stops after the step that is being done; --resume goes on, bit for bit. Needs accelerate, "
         "which flide-torch[train] brings.",
     )
+    add_import_option(parser)
     parser.add_argument("--model", metavar="DIR", required=True, help="model directory or Hub id to start from")
     parser.add_argument("--data", metavar="FILE", required=True, help="JSONL file of labelled rows")
     parser.add_argument("--out", metavar="DIR", required=True, help="directory for the fine-tuned model")
@@ -54,6 +55,7 @@ def add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Writes a checkpoint in transformers' format that needs neither base nor adapter, with the head, "
         "the tokenizer and the temperatures beside it.",
     )
+    add_import_option(parser)
     parser.add_argument("--model", metavar="DIR", required=True, help="fine-tuned model directory or Hub id")
     parser.add_argument("--out", metavar="DIR", required=True, help="directory for the checkpoint")
     parser.add_argument("--dtype", default="auto", help="auto (the base's), float32, bfloat16 or float16")

@@ -484,8 +484,7 @@ class BagForDecision(ForDecision):
     ignored = (r"extra\.",)
 
     def __init__(self, config: BagConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.norm = RMSNorm(config.hidden_size, 1e-6)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
