@@ -59,7 +59,7 @@ class OlmoHybridConfig:
     def to_hf(self) -> dict[str, Any]:
         fields = asdict(self)
         rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-        names = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid"}
+        names = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "pad_token_id": None}
         return {**names, "num_hidden_layers": len(self.layer_types), "rope_parameters": rope, **fields}
 
 

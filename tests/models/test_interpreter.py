@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def cached(qkv: Tensor, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
     return fork_gated_delta_triton(qkv, a, b, *weights, *pools, *(rest.pop(name) for name in order), **rest)
 
 
+def run_kernels(monkeypatch: pytest.MonkeyPatch, family: ModuleType) -> None:
+    """Have the models of a family's module run what they run on CUDA."""
+    monkeypatch.setattr(family, "with_schedule", with_schedule)
+    monkeypatch.setattr(attention, "fork_attention_paged", paged)
+    monkeypatch.setattr(gated_delta, "fork_gated_delta_cached", cached)
+    monkeypatch.setattr(attention, "norm_rotary", lambda *inputs, **options: norm_rotary_triton(*inputs, **options))
+    monkeypatch.setattr(norm, "gated_norm", gated_norm_triton)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("shapes", [[(70, [3, 66]), (5, [1])], [(0, [4, 9])]], ids=["two_requests", "no_trunk"])
 @torch.no_grad()
@@ -62,10 +72,6 @@ def test_kernels_and_references_give_the_same_logits(monkeypatch: pytest.MonkeyP
     meta = ForkMetadata.pack(trees, capacity=capacity, caches=fresh_caches(trees))
     model.merge_projections()
     model.allocate_pools(pages=capacity.pages, parents=len(trees))
-    monkeypatch.setattr(qwen3_5, "with_schedule", with_schedule)
-    monkeypatch.setattr(attention, "fork_attention_paged", paged)
-    monkeypatch.setattr(gated_delta, "fork_gated_delta_cached", cached)
-    monkeypatch.setattr(attention, "norm_rotary", lambda *inputs, **options: norm_rotary_triton(*inputs, **options))
-    monkeypatch.setattr(norm, "gated_norm", gated_norm_triton)
+    run_kernels(monkeypatch, qwen3_5)
     logits = model.label_logits(model(meta.tokens, meta), rows)[: len(expected)]
     assert (logits - expected).abs().max() <= LOGITS_FP32 * expected.std()
