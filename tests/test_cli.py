@@ -259,6 +259,72 @@ def test_info_shows_family_sizes_labels_and_memory(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["labels"] == 255
 
 
+class TestImport:
+    """What --import names is imported before anything else, by every command that loads a model."""
+
+    MODEL = str(embedded_model_directory())
+
+    @pytest.fixture(autouse=True)
+    def modules_as_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+    def test_files_and_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("own_family", "own_head"):
+            (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / name)!r}, 'x').close()\n", encoding="utf-8")
+        file = str(tmp_path / "own_family.py")
+        assert main(["info", "--import", file, "--import", file, "--import", "own_head", self.MODEL]) == 0
+        assert (tmp_path / "own_family").exists()
+        assert (tmp_path / "own_head").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("absent.py", None, "No such file"),
+            ("no.such.module", None, "No module named 'no'"),
+            (".relative", None, "no name of a module"),
+            ("broken.py", "def", "invalid syntax"),
+            ("lacking.py", "import no_such_module", "No module named 'no_such_module'"),
+            ("json.py", "", "there is another module called json"),
+        ],
+        ids=lambda value: None if value is None else value[:12],
+    )
+    def test_what_cannot_be_imported_is_bad_input(
+        self,
+        name: str,
+        content: str | None,
+        said: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        if content is not None:
+            (tmp_path / name).write_text(content, encoding="utf-8")
+        assert main(["info", "--import", name, self.MODEL]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"--import: cannot import {name!r}: " in captured.err
+        assert said in captured.err
+        assert captured.err.count("\n") == 1
+
+    @pytest.mark.parametrize("command", ["decide", "eval", "calibrate", "train", "merge", "serve", "info"])
+    def test_every_command_has_it(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--import MODULE" in capsys.readouterr().out
+
+    def test_a_model_directory_is_not_where_code_is_looked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = {"model_type": "evil", "architectures": ["Evil"], "auto_map": {"AutoModel": "evil.Evil"}}
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')", encoding="utf-8")
+        assert main(["info", str(tmp_path)]) == 2
+        assert "no model family for architecture Evil, evil" in capsys.readouterr().err
+        assert not (tmp_path / "ran").exists()
+
+
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "flide", *arguments], capture_output=True, text=True, **options)
 

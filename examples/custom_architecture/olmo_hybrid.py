@@ -144,6 +144,6 @@ class OlmoHybridForDecision(ForDecision):
     """OLMo Hybrid of every size."""
 
     config_class, model_class = OlmoHybridConfig, OlmoHybridModel
-    # Published files, and those that transformers writes, have other names for norms and store convolutions in parts.
+    # Files, those that transformers writes included, have other names for norms and hold convolutions in parts.
     renames = (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm"))
     joined = (("conv1d", ("q_conv1d", "k_conv1d", "v_conv1d")),)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Self
 
@@ -516,6 +517,25 @@ class TestRegistry:
             register("bag", "qwen3_5")(BagForDecision)
         with pytest.raises(CheckpointError, match="bag"):  # none of the names was taken
             auto.family_of({"model_type": "bag"})
+
+    def test_an_installed_package_is_found_by_its_entry_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        points = [
+            EntryPoint("bag", f"{__name__}:BagForDecision", "flide.models"),
+            EntryPoint("gone", "no_such_module:Gone", "flide.models"),
+            EntryPoint("lost", f"{__name__}:Lost", "flide.models"),
+            EntryPoint("else", f"{__name__}:BagConfig", "flide.models"),
+        ]
+        asked: list[str] = []
+        monkeypatch.setattr(auto, "entry_points", lambda *, group: (asked.append(group), points)[1])
+        assert auto.family_of({"model_type": "qwen3_5"}) is Qwen35ForDecision
+        assert not asked
+        assert auto.family_of({"architectures": ["Unknown"], "model_type": "bag"}) is BagForDecision
+        assert asked == ["flide.models"]
+        for name, problem in (("gone", "no_such_module"), ("lost", "Lost"), ("else", "is no ForDecision")):
+            with pytest.raises(CheckpointError, match=f"entry point {name} = .*{problem}"):
+                auto.family_of({"model_type": name})
+        with pytest.raises(CheckpointError, match=r"architecture other; supported: .*bag"):
+            auto.family_of({"model_type": "other"})
 
     def test_registering_again_is_harmless(self) -> None:
         for _ in range(2):
