@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from flide.runtime.rounds import Runnable
+from flide.serve.fair import FairQueue
 from flide.serve.faults import key_limit, queue_full, unavailable
 
 Submit = Callable[[Any], "Future[Any]"]
@@ -81,7 +81,7 @@ class Scheduler:
         self._submit, self._ahead = submit, 2 * round_tokens
         self._max_waiting, self._max_waiting_tokens = max_waiting, max_waiting_tokens
         self._max_per_key, self._max_wait = max_per_key, max_wait
-        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # by key; the first one is next
+        self._waiting: FairQueue[Ticket] = FairQueue()
         self._running: set[Ticket] = set()
         self._per_key: dict[str, int] = {}
         self.waiting = self.waiting_tokens = self.running_tokens = 0
@@ -108,7 +108,7 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         ticket = Ticket(prepared, key, tokens, time.monotonic(), loop.create_future())
         self._per_key[key] = self._per_key.get(key, 0) + 1
-        self._waiting.setdefault(key, deque()).append(ticket)
+        self._waiting.append(key, ticket)
         self.waiting += 1
         self.waiting_tokens += tokens
         expiry = loop.call_later(self._max_wait, self._expire, ticket)
@@ -140,8 +140,8 @@ class Scheduler:
         def size(tickets: Iterable[Ticket]) -> int:
             return sum(1 if by_number else ticket.tokens for ticket in tickets)
 
-        own = self._waiting.get(key, deque())
-        largest = max([own, *self._waiting.values()], key=size)
+        own = self._waiting.of(key)
+        largest = max([own, *self._waiting.by_key()], key=size)
         left = list(largest)[:-1]
         if size(left) < size(own) + (1 if by_number else tokens):
             raise queue_full()
@@ -152,13 +152,11 @@ class Scheduler:
     def _pump(self) -> None:
         """Start what the engine has room for, one request of each key in turn."""
         while self._waiting:
-            key, queue = next(iter(self._waiting.items()))
-            ticket = queue[0]
+            key, ticket = self._waiting.first()
             if self._running and self.running_tokens + ticket.tokens > self._ahead:
                 return
             self._take(ticket)
-            if key in self._waiting:
-                self._waiting.move_to_end(key)
+            self._waiting.end_turn(key)
             ticket.started = time.monotonic()
             try:
                 ticket.running = self._submit(ticket.prepared)
@@ -203,14 +201,9 @@ class Scheduler:
 
     def _take(self, ticket: Ticket) -> None:
         """Out of the queue, if it is there."""
-        queue = self._waiting.get(ticket.key)
-        if queue is None or ticket not in queue:
-            return
-        queue.remove(ticket)
-        if not queue:
-            del self._waiting[ticket.key]
-        self.waiting -= 1
-        self.waiting_tokens -= ticket.tokens
+        if self._waiting.remove(ticket.key, ticket):
+            self.waiting -= 1
+            self.waiting_tokens -= ticket.tokens
 
 
 def _settle(ticket: Ticket, result: Any, error: BaseException | None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
+from flide.serve.fair import FairQueue
 from flide.serve.faults import queue_full
 
 
@@ -20,7 +20,7 @@ class Turns:
 
     def __init__(self, at_once: int, most: int) -> None:
         self._free, self._most = at_once, most
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by key; the first one is next
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self.waiting = 0
 
     @contextlib.asynccontextmanager
@@ -43,7 +43,7 @@ class Turns:
         if self.waiting >= self._most:
             raise queue_full()
         begun = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(begun)
+        self._waiting.append(key, begun)
         self.waiting += 1
         try:
             await begun
@@ -57,21 +57,14 @@ class Turns:
     def _pass_on(self) -> None:
         """A turn is over."""
         while self._waiting:
-            key, queue = next(iter(self._waiting.items()))
-            begun = queue[0]
+            key, begun = self._waiting.first()
             self._forget(key, begun)
             if not begun.cancelled():  # else its task is about to tell
-                if key in self._waiting:
-                    self._waiting.move_to_end(key)
+                self._waiting.end_turn(key)
                 begun.set_result(None)
                 return
         self._free += 1
 
     def _forget(self, key: str, begun: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(key)
-        if queue is None or begun not in queue:
-            return
-        queue.remove(begun)
-        self.waiting -= 1
-        if not queue:
-            del self._waiting[key]
+        if self._waiting.remove(key, begun):
+            self.waiting -= 1
