@@ -24,12 +24,13 @@ from flide.train import TrainConfig, train
 from flide.train.trainee import checkpoint_layers
 from tests.examples.olmo import TINY, tiny_olmo
 from tests.models.test_compile import CAPACITY, OTHER_CAPACITY, Counting, needs_compiler, pack
+from tests.models.test_cuda import logits_of as logits_on_cuda
 from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.models.test_qwen3_5 import TREES, VOCAB, readout_logits
 from tests.oracle import isolated_logits, prompts_of, random_tree
 from tests.runtime.test_engine import isolated_probabilities
 from tests.tiny_tokenizer import write_tokenizer
-from tests.tolerance import GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32
+from tests.tolerance import BF16_ERROR_RATIO, GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32
 from tests.train.data import TEAMS, rows, write
 
 ROTATED = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -310,6 +311,44 @@ class TestKernels:
 
         with pytest.raises(CheckpointError, match=f"OlmoHybridForDecision cannot run on CUDA: .*{named}"):
             RoundRunner(OnCuda(), [1], config=EngineConfig(), max_prompt_tokens=9, model_name="m")
+
+
+@pytest.mark.gpu
+class TestCuda:
+    """At the released head sizes, 96 x 192."""
+
+    @pytest.mark.parametrize("name", TREES)
+    def test_float32_matches_isolated_prompts(self, name: str) -> None:
+        hf = tiny_olmo()
+        model = OlmoHybridForDecision.from_config(hf.config, device="cuda")
+        model.load_state_dict(hf.state_dict())
+        trees = [random_tree(shape, VOCAB, torch.Generator().manual_seed(1)) for shape in TREES[name]]
+        assert_close(logits_on_cuda(model.eval(), trees), expected_logits(hf, trees))
+
+    def test_bfloat16_error_is_like_that_of_transformers(self) -> None:
+        hf, rounded = tiny_olmo(), tiny_olmo().to(torch.bfloat16)
+        model = OlmoHybridForDecision.from_config(hf.config, dtype=torch.bfloat16, device="cuda")
+        model.load_state_dict(hf.state_dict())
+        generator = torch.Generator().manual_seed(2)
+        trees = [random_tree(shape, VOCAB, generator) for shapes in TREES.values() for shape in shapes]
+        expected = expected_logits(hf, trees)
+        ours = logits_on_cuda(model.eval(), trees) - expected
+        theirs = expected_logits(rounded, trees).float() - expected
+        our_rms, their_rms = (x.square().mean().sqrt().item() for x in (ours, theirs))
+        print(f"OLMo Hybrid, bf16 RMS logit error: ours {our_rms:.4f}, transformers {their_rms:.4f}")
+        assert our_rms <= BF16_ERROR_RATIO * their_rms
+
+    def test_a_directory_is_compiled_captured_and_served(self, tmp_path: Path) -> None:
+        tiny_olmo(vocab_size=1280).save_pretrained(tmp_path)
+        write_tokenizer(tmp_path, vocab_size=1280)
+        questions = {"damaged": Noul("Is it?"), "team": Choice("Which team?", {"shipping": None, "billing": None})}
+        requests = [DecisionRequest(f"Box {i} was crushed. " * (1 + 9 * i), questions) for i in range(4)]
+        answers = []
+        for device in ("cpu", "cuda"):
+            with Engine.from_pretrained(tmp_path, EngineConfig(device=device, dtype="float32")) as engine:
+                answers.append([list(d[q].probabilities.values()) for d in engine.decide(requests) for q in questions])
+        for on_cpu, on_cuda in zip(*answers, strict=True):
+            assert on_cuda == pytest.approx(on_cpu, abs=PROBABILITY_FP32)
 
 
 def test_it_is_short_and_edits_nothing() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from flide import DecisionRequest, Engine, EngineConfig, Noul
 from flide.models import Qwen35ForDecision
+from flide.models.decision import ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
 from tests.models.test_qwen3_5 import TREES, VOCAB
@@ -31,7 +32,7 @@ def load(hf: Any, dtype: torch.dtype) -> Qwen35ForDecision:
 
 
 @torch.no_grad()
-def logits_of(model: Qwen35ForDecision, trees: list[Any], *, kernels: bool = True) -> torch.Tensor:
+def logits_of(model: ForDecision, trees: list[Any], *, kernels: bool = True) -> torch.Tensor:
     """``[N, vocab]`` on the CPU, through the kernels or through the references on the GPU."""
     caches = fresh_caches(trees)
     c = ForkMetadata.pack(trees, caches=caches).capacity
