@@ -6,21 +6,26 @@ cd "$(dirname "$0")/.."
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 gigabytes=$(python3 -c 'import torch; print(torch.cuda.mem_get_info()[0] >> 30)')
 # By name, so that tests of the server, which need more packages, are not even imported.
-rest=$(grep -rlE "mark\.gpu" tests --include="test_*.py" | grep -vE "tests/models/|test_graphs|test_kernel_limits" | sort)
-groups=(
-  "tests/ops/test_kernel_limits.py"
-  "tests/models"
-  "tests/runtime/test_graphs.py"
-  "tests/runtime/test_graphs.py"
-  "${rest//$'\n'/ }"
+long="tests/models/|test_graphs|test_kernel_limits|test_olmo_hybrid|tests/train/"
+rest=$(grep -rlE "mark\.gpu" tests --include="test_*.py" | grep -vE "$long" | sort)
+groups=( # files | expression that chooses among their tests
+  "tests/runtime/test_graphs.py|explicit"
+  "tests/runtime/test_graphs.py|not explicit"
+  "tests/train/test_cuda.py|option"
+  "tests/train/test_cuda.py|scalar"
+  "tests/train/test_cuda.py|linear"
+  "tests/examples/test_olmo_hybrid.py|"
+  "tests/models|"
+  "tests/ops/test_kernel_limits.py|"
+  "${rest//$'\n'/ }|"
 )
-only=("" "" "explicit" "not explicit" "")
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 check() {
-  local code=0
-  python3 -m pytest -m "gpu and not slow" -k "${only[$1]}" -rA --show-capture=no -q -p no:cacheprovider \
-    ${groups[$1]} "${@:2}" > "$logs/$1" 2>&1 || code=$?
+  local code=0 files=${groups[$1]%|*} only=${groups[$1]#*|}
+  python3 -m pytest -m "gpu and not slow" -k "$only" -rA --show-capture=no -q -p no:cacheprovider --durations=5 \
+    $files "${@:2}" > "$logs/$1" 2>&1 || code=$?
+  printf '== %s\n%s\n== %s ended with %s after %s s\n' "${groups[$1]}" "$(< "$logs/$1")" "${groups[$1]}" "$code" "$SECONDS"
   echo "$code" > "$logs/$1.code"
 }
 for i in "${!groups[@]}"; do
@@ -28,11 +33,7 @@ for i in "${!groups[@]}"; do
   ((gigabytes >= 100)) || wait
 done
 wait
-failed=0
 for i in "${!groups[@]}"; do
-  echo "== ${groups[i]} ${only[i]}"
-  cat "$logs/$i"
-  [[ $(cat "$logs/$i.code") == 0 ]] || failed=1
+  [[ $(cat "$logs/$i.code") == 0 ]] || { echo "GPU tests failed: ${groups[i]}" >&2; exit 1; }
 done
-((failed == 0)) || { echo "GPU tests failed" >&2; exit 1; }
 python3 -m scripts.bench_engine --size 0.8B --workload race,quality_all --seeded 0

@@ -216,12 +216,46 @@ def test_rows_without_some_words_are_rows(data):
         thinner = with_words_dropped(row, random.Random(index), share=0.2)
         before, after = (parse_row(json.dumps(x), 1) for x in (row, thinner))
         assert after.targets == before.targets
-        assert len(json.dumps(thinner)) <= len(json.dumps(row))
+        assert len(json.dumps(thinner["state"])) <= len(json.dumps(row["state"]))
         changed += thinner != row
         for word in ("not", "no", "never"):
             counts = [" ".join(strings(x["state"])).lower().split().count(word) for x in (row, thinner)]
             assert counts[0] == counts[1]
     assert changed > 900
+
+
+def test_lookups_are_right_and_in_training_alone(data):
+    """A word that is asked for is there as it is, with words dropped too; the others are not."""
+    answers = Counter()
+    for split in SPLITS:
+        for index, row in enumerate(data[split]):
+            for this in (row, with_words_dropped(row, random.Random(index), share=0.2)):
+                told = {*re.findall(r"[^\W\d_]+", " ".join(strings(this["state"])).lower())}
+                for kind, question in this["questions"].items():
+                    target = this["targets"][kind]
+                    if kind.endswith(".word"):
+                        assert split == "train"
+                        assert [word for word in question["criteria"] if word.lower() in told] == [target]
+                    elif kind.endswith(".has_word"):
+                        assert split == "train"
+                        answers[target] += 1
+                        here = {*re.findall(r"[^\W\d_]+", question["instructions"].lower())} & told
+                        assert here or not target
+    assert min(answers.values()) > 100
+
+
+def test_scales_of_unknown_words_keep_their_order(data):
+    """Some levels are invented words, the others are where they were."""
+    changed = total = 0
+    for index, row in enumerate(data["train"]):
+        thinner = with_words_dropped(row, random.Random(index), share=0.0)
+        for kind, question in row["questions"].items():
+            if question["type"] == "score":
+                levels = thinner["questions"][kind]["criteria"]
+                assert len({*levels}) == len(question["criteria"])
+                total += 1
+                changed += levels != question["criteria"]
+    assert 0.15 < changed / total < 0.35
 
 
 def test_cases_by_hand_are_no_templates():

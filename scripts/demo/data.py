@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.demo.grammar import CLOSED, SPLITS, Writer, banks, with_typos
-from scripts.demo.tasks import SHARES, TASKS
+from scripts.demo import lookups
+from scripts.demo.grammar import CLOSED, SPLITS, Writer, banks, invented, with_typos
+from scripts.demo.tasks import SHARES, TASKS, TRAINING_SHARES
 
 SEED = 20261129
 MOST_QUESTIONS = 8
@@ -22,25 +23,39 @@ _TELLING = """no not never nobody none nothing without cannot cant dont but only
 unused used receipt private yes low medium high"""
 KEPT = frozenset([*_TELLING.split(), *(word.lower() for name in CLOSED for word in banks()[name]["train"])])
 RARE = ("escalate", "policy", "window", "page", "deadline")  # asked whenever they can be
+# What a small model learns last, which training rows ask more often.
+HARD = ("like", "dislike", "complains", "praises", "stars", "product", "is_product", "anger", "want", "severity")
+COPIED = ("product", "is_product", *lookups.KINDS)  # questions about words of the text as they are
+UNKNOWN_LEVELS = 0.25  # share of scales with words dropped whose levels tell little but their order
 
 
 def make_row(split: str, index: int, *, seed: int = SEED) -> dict[str, Any]:
     """One row: a System One body with targets, as ``flide train`` and ``flide eval`` read."""
     rng = random.Random(f"{seed} {split} {index}")
-    name = rng.choices(list(SHARES), list(SHARES.values()))[0]
+    shares = TRAINING_SHARES if split == "train" else SHARES
+    name = rng.choices(list(shares), list(shares.values()))[0]
     writer = Writer(rng, split)
     state, asked = TASKS[name](writer)
+    state = _roughened(state, rng)
+    if split == "train":
+        asked |= lookups.lookups(_texts(state), rng)
     ids = list(asked)
     rng.shuffle(ids)
-    ids.sort(key=lambda kind: kind not in RARE or rng.random() < 0.3)
+    ids.sort(key=lambda kind: not _is_favoured(kind, split, rng))
     ids = ids[: rng.randint(2, MOST_QUESTIONS)]
     rng.shuffle(ids)
     return {
         "model": "demo",
-        "state": _roughened(state, rng),
+        "state": state,
         "questions": {f"{name}.{kind}": asked[kind].question for kind in ids},
         "targets": {f"{name}.{kind}": asked[kind].target for kind in ids},
     }
+
+
+def _is_favoured(kind: str, split: str, rng: random.Random) -> bool:
+    if kind in RARE:
+        return rng.random() >= 0.3
+    return split == "train" and kind in (*HARD, *lookups.KINDS) and rng.random() < 0.5
 
 
 def rows(split: str, count: int, *, seed: int = SEED) -> Iterator[dict[str, Any]]:
@@ -62,7 +77,7 @@ def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float)
     asked = " ".join(
         " ".join([question["instructions"], *(question.get("criteria") or ())])
         for kind, question in row["questions"].items()
-        if kind.endswith("product")
+        if kind.rpartition(".")[2] in COPIED
     )
     things = {_plain(word) for word in asked.split()}
 
@@ -86,8 +101,10 @@ def with_words_dropped(row: dict[str, Any], rng: random.Random, *, share: float)
             question["criteria"] = options
         elif question["type"] == "score":
             levels: list[str] = []
+            unknown = rng.random() < UNKNOWN_LEVELS
             for level in criteria:
-                levels.append(thinned(level, among=[*criteria, *levels]))
+                shown = invented(rng, "{}") if unknown and rng.random() < 0.7 else level
+                levels.append(thinned(shown, among=[*criteria, *levels]))
             question["criteria"] = levels
         questions[kind] = question
     return {**row, "state": _every_text(row["state"], thinned), "questions": questions, "targets": targets}
@@ -118,6 +135,12 @@ def _roughened(state: Any, rng: random.Random) -> Any:
         return text.lower() if lower else text
 
     return _every_text(state, rough)
+
+
+def _texts(state: Any) -> list[str]:
+    found: list[str] = []
+    _every_text(state, lambda text: found.append(text) or text)
+    return found
 
 
 def _every_text(state: Any, change: Callable[[str], str]) -> Any:

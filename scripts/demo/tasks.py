@@ -392,3 +392,4 @@ def _ended(text: str) -> str:
 
 TASKS = {"support": support, "agent": agent, "logs": logs, "review": review, "expense": expense}
 SHARES = {"support": 0.4, "agent": 0.17, "logs": 0.15, "review": 0.16, "expense": 0.12}
+TRAINING_SHARES = {"support": 0.4, "agent": 0.12, "logs": 0.12, "review": 0.26, "expense": 0.1}  # reviews are hard
