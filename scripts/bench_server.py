@@ -243,9 +243,9 @@ def main() -> int:
             rows.append(measure(host, port, requests, clients, arguments.seconds))
             failed += rows[-1]["failed"]
             show(name, {"tokens": statistics.mean(tokens), **rows[-1]})
+        connection.close()  # the server would, meanwhile; the next request opens it again
         spread = {"tokens": FIXED[name].rows, "fewest_tokens": min(tokens), "most_tokens": max(tokens)}
         result["workloads"][name] = {**spread, "body_bytes": len(bodies[0]), "rows": rows}
-    connection.close()
     print(json.dumps(result))
     return 1 if failed else 0
 

@@ -24,7 +24,7 @@ class DemoConfig:
     baseline_rows: int = 60_000
     val_rows: int = 2_000
     test_rows: int = 3_000
-    steps: int = 4_700
+    steps: int = 4_400
     batch_questions: int = 576
     lr: float = 1.5e-3
     warmup: int = 300

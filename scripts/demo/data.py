@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.demo import lookups
+from scripts.demo import aids
 from scripts.demo.grammar import CLOSED, SPLITS, Writer, banks, invented, with_typos
 from scripts.demo.tasks import SHARES, TASKS, TRAINING_SHARES
 
@@ -25,8 +25,8 @@ KEPT = frozenset([*_TELLING.split(), *(word.lower() for name in CLOSED for word 
 RARE = ("escalate", "policy", "window", "page", "deadline")  # asked whenever they can be
 # What a small model learns last, which training rows ask more often.
 HARD = ("like", "dislike", "complains", "praises", "stars", "product", "is_product", "anger", "want", "severity")
-COPIED = ("product", "is_product", *lookups.KINDS)  # questions about words of the text as they are
-UNKNOWN_LEVELS = 0.25  # share of scales with words dropped whose levels tell little but their order
+COPIED = ("product", "is_product", *aids.WORDS)  # questions about words of the text as they are
+UNKNOWN_LEVELS = 0.5  # share of scales with words dropped whose levels tell little but their order
 
 
 def make_row(split: str, index: int, *, seed: int = SEED) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def make_row(split: str, index: int, *, seed: int = SEED) -> dict[str, Any]:
     state, asked = TASKS[name](writer)
     state = _roughened(state, rng)
     if split == "train":
-        asked |= lookups.lookups(_texts(state), rng)
+        asked |= aids.lookups(_texts(state), rng)
     ids = list(asked)
     rng.shuffle(ids)
     ids.sort(key=lambda kind: not _is_favoured(kind, split, rng))
@@ -55,7 +55,7 @@ def make_row(split: str, index: int, *, seed: int = SEED) -> dict[str, Any]:
 def _is_favoured(kind: str, split: str, rng: random.Random) -> bool:
     if kind in RARE:
         return rng.random() >= 0.3
-    return split == "train" and kind in (*HARD, *lookups.KINDS) and rng.random() < 0.5
+    return split == "train" and kind in (*HARD, *aids.WORDS) and rng.random() < 0.5
 
 
 def rows(split: str, count: int, *, seed: int = SEED) -> Iterator[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, NamedTuple
 
+from scripts.demo.aids import about_a_review
 from scripts.demo.grammar import Writer, banks, kinds, plural
 from scripts.demo.questions import Asked, choice, noul, plain_choice, score, shuffled
 
@@ -304,8 +306,9 @@ def review(writer: Writer) -> Task:
     rng = writer.rng
     aspects = kinds("good")
     mixed = shuffled(writer, aspects)
-    count = rng.choice((0, 1, 1, 2))
-    liked, disliked = mixed[:count], mixed[count : count + rng.choice((0, 1, 1, 2))]
+    plain = writer.split == "train" and rng.random() < 0.4  # to begin with
+    count = rng.choice((0, 1, 1) if plain else (0, 1, 1, 2))
+    liked, disliked = mixed[:count], mixed[count : count + rng.choice((0, 1, 1) if plain else (0, 1, 1, 2))]
     overall = rng.choice((0, 1, 2, 3, 4, None)) if liked or disliked else rng.randint(0, 4)
     good, bad = [writer.say(f"good.{kind}") for kind in liked], [writer.say(f"bad.{kind}") for kind in disliked]
     parts = [*good, *bad]
@@ -315,7 +318,7 @@ def review(writer: Writer) -> Task:
         joined = writer.say("join", a=_ended(first), b=_ended(second))
         parts = [joined, *good[1:], *bad[1:]]
     rng.shuffle(parts)
-    of_others = shuffled(writer, aspects, *liked, *disliked)[0] if rng.random() < 0.5 else ""
+    of_others = shuffled(writer, aspects, *liked, *disliked)[0] if not plain and rng.random() < 0.5 else ""
     if of_others:
         parts.insert(rng.randint(0, len(parts)), writer.say("hearsay", aspect=_aspect(writer, of_others)))
     if overall is not None:
@@ -342,6 +345,9 @@ def review(writer: Writer) -> Task:
         asked["stars"] = score(writer, "ask.stars", overall, scale="stars")
         if overall != 2:
             asked["again"] = noul(writer, "ask.recommend", overall > 2)
+    if writer.split == "train":
+        others = shuffled(writer, aspects, *liked, *disliked, of_others)
+        asked |= about_a_review(writer, liked, disliked, others, functools.partial(_aspect, writer))
     return Task(" ".join(_ended(part) for part in parts), asked)
 
 
@@ -392,4 +398,4 @@ def _ended(text: str) -> str:
 
 TASKS = {"support": support, "agent": agent, "logs": logs, "review": review, "expense": expense}
 SHARES = {"support": 0.4, "agent": 0.17, "logs": 0.15, "review": 0.16, "expense": 0.12}
-TRAINING_SHARES = {"support": 0.4, "agent": 0.12, "logs": 0.12, "review": 0.26, "expense": 0.1}  # reviews are hard
+TRAINING_SHARES = {"support": 0.38, "agent": 0.11, "logs": 0.12, "review": 0.3, "expense": 0.09}  # reviews are hard
