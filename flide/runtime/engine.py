@@ -38,7 +38,7 @@ from flide.runtime.worker import Job, Worker
 
 logger = logging.getLogger("flide.engine")
 
-EMBEDDED_MODEL = "flide-tiny-random"
+EMBEDDED_MODEL = "flide-demo"
 Request = DecisionRequest | Mapping[str, Any]
 _Outcome: TypeAlias = "list[Job] | RequestError"  # one job, unless the questions of a request run alone
 
