@@ -117,7 +117,7 @@ def open_engine(arguments: argparse.Namespace, temperatures: dict[str, float] | 
     )
     if arguments.model is not None:
         return Engine.from_pretrained(arguments.model, config)
-    tell(f"{EMBEDDED_MODEL} is a random model: its answers mean nothing; see --model")
+    tell(f"answering with {EMBEDDED_MODEL}, a small model for trying things out; see --model")
     return Engine.default(config)
 
 

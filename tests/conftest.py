@@ -21,10 +21,11 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Any]:
-    """The engine of the embedded model, on the CPU."""
-    from flide import Engine, EngineConfig
+    """An engine of the tiny model, on the CPU."""
+    from flide import EngineConfig
+    from tests.tiny_model import tiny_engine
 
-    with Engine.default(EngineConfig(device="cpu")) as shared:
+    with tiny_engine(EngineConfig(device="cpu")) as shared:
         yield shared
 
 

@@ -28,12 +28,12 @@ def stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def test_the_example_is_answered_and_the_model_is_called_random(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_is_answered_and_the_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decide", str(TICKET), "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     assert list(json.loads(captured.out)["answers"]) == ["damaged", "team", "anger", "deadline"]
     assert captured.out.count("\n") == 1
-    assert "random" in captured.err
+    assert "answering with flide-demo" in captured.err
 
 
 def test_pretty_is_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,7 @@ def test_any_encoding_can_be_printed(encoding: str, tmp_path: Path, monkeypatch:
 def test_info_shows_family_sizes_labels_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(embedded_model_directory())]) == 0
     text = capsys.readouterr().out
-    for word in ("Qwen35ForDecision", "parameters", "labels", "255", "3 linear_attention, 1 full_attention", "weights"):
+    for word in ("Qwen35ForDecision", "parameters", "labels", "255", "4 linear_attention, 2 full_attention", "weights"):
         assert word in text
     assert main(["info", str(embedded_model_directory()), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["labels"] == 255

@@ -130,8 +130,8 @@ class Engine:
 
     @classmethod
     def default(cls, config: EngineConfig | None = None) -> Self:
-        """An engine for the model inside the package, which is random: it shows how things work, not what is true."""
-        logger.warning("the embedded model is random: its answers mean nothing")
+        """An engine for the demo model inside the package. It reads short English tickets, logs, reviews and claims: see
+        its MODEL_CARD.md."""
         config = config or EngineConfig()
         if config.model_name is None:
             config = replace(config, model_name=EMBEDDED_MODEL)

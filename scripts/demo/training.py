@@ -59,7 +59,7 @@ def model_config(config: DemoConfig, vocab_size: int) -> Qwen35Config:
         mrope_section=(11, 11, 10),
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
-        max_position_embeddings=4096,
+        max_position_embeddings=32768,
     )
 
 

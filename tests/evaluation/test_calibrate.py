@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flide import embedded_model_directory
 from flide.cli import main
 from flide.evaluation.calibrate import COLDEST, HOTTEST, fit_temperatures, tempered
 from flide.evaluation.metrics import LabelledAnswer, evaluate
 from flide.runtime.calibration import CALIBRATION_FILE, load_temperatures
+from tests.tiny_model import tiny_model_directory
 
 rng_seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -87,7 +87,7 @@ def row(i: int) -> str:
 
 
 def test_the_command_stores_what_eval_then_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Path(shutil.copytree(embedded_model_directory(), tmp_path / "model"))
+    model = Path(shutil.copytree(tiny_model_directory(), tmp_path / "model"))
     data = tmp_path / "held_out.jsonl"
     data.write_text("\n".join(row(i) for i in range(12)))
     common = ["--model", str(model), "--data", str(data), "--device", "cpu", "--json"]
@@ -110,7 +110,7 @@ def test_the_command_stores_what_eval_then_uses(tmp_path: Path, capsys: pytest.C
 def test_nothing_is_stored_where_rows_are_bad_or_there_is_no_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = Path(shutil.copytree(embedded_model_directory(), tmp_path / "model"))
+    model = Path(shutil.copytree(tiny_model_directory(), tmp_path / "model"))
     data = tmp_path / "rows.jsonl"
     data.write_text(row(0) + "\n{}\n")
     assert main(["calibrate", "--model", str(model), "--data", str(data), "--device", "cpu"]) == 2

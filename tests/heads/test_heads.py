@@ -21,12 +21,12 @@ from flide.heads.head import ZERO, head_kind
 from flide.heads.kinds import label_names
 from flide.models import ForDecision, Qwen35ForDecision
 from flide.runtime.decision import num_options
-from flide.runtime.engine import embedded_model_directory
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import Question
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.oracle import prompts_of
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import PROBABILITY_FP32
 
 CPU = EngineConfig(device="cpu")
@@ -41,16 +41,16 @@ QUESTIONS: dict[str, Question] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PromptTokenizer:
-    return PromptTokenizer.from_pretrained(embedded_model_directory())
+    return PromptTokenizer.from_pretrained(tiny_model_directory())
 
 
 def new_model() -> Qwen35ForDecision:
-    return Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    return Qwen35ForDecision.from_pretrained(tiny_model_directory())
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    directory = embedded_model_directory()
+    directory = tiny_model_directory()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
 

@@ -14,6 +14,7 @@ from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
 from tests.models.test_qwen3_5 import TREES, VOCAB
 from tests.oracle import isolated_logits, prompts_of, random_tree, tiny_transformers_model
+from tests.tiny_model import tiny_engine
 from tests.tolerance import BF16_ERROR_RATIO, LOGITS_FP32, PROBABILITY_FP32
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_bfloat16_error_is_like_that_of_transformers(hf: Any) -> None:
 
 def test_the_engine_gives_the_cpu_answers_on_cuda(engine: Engine) -> None:
     requests = [DecisionRequest(f"state {i} " * i, {str(k): Noul(f"Is {k}?") for k in range(5)}) for i in range(4)]
-    with Engine.default(EngineConfig(device="cuda", dtype="float32")) as cuda:
+    with tiny_engine(EngineConfig(device="cuda", dtype="float32")) as cuda:
         for got, want in zip(cuda.decide(requests), engine.decide(requests), strict=True):
             for name in want:
                 assert got[name].value == pytest.approx(want[name].value, abs=PROBABILITY_FP32)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flide import embedded_model_directory
 from flide.layers import attention, gated_delta, norm
 from flide.models import Qwen35ForDecision, qwen3_5
 from flide.ops.fork_attention.triton import fork_attention_triton
@@ -21,6 +20,7 @@ from flide.ops.norm_rotary.triton import norm_rotary_triton
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
 from tests.oracle import random_tree
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import LOGITS_FP32
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here: test_cuda.py")
@@ -60,7 +60,7 @@ def run_kernels(monkeypatch: pytest.MonkeyPatch, family: ModuleType) -> None:
 @pytest.mark.parametrize("shapes", [[(70, [3, 66]), (5, [1])], [(0, [4, 9])]], ids=["two_requests", "no_trunk"])
 @torch.no_grad()
 def test_kernels_and_references_give_the_same_logits(monkeypatch: pytest.MonkeyPatch, shapes: list[Any]) -> None:
-    model = Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    model = Qwen35ForDecision.from_pretrained(tiny_model_directory())
     rows = model.label_rows(list(range(100)))
     generator = torch.Generator().manual_seed(0)
     trees = [random_tree(shape, model.config.vocab_size, generator) for shape in shapes]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, Score, embedded_model_directory
+from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, Score
 from flide.errors import CheckpointError
 from flide.evaluation.metrics import temper
 from flide.runtime.calibration import CALIBRATION_FILE, load_temperatures, save_temperatures
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import PROBABILITY_FP32
 
 REQUEST = DecisionRequest(
@@ -27,7 +28,7 @@ REQUEST = DecisionRequest(
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(embedded_model_directory(), tmp_path_factory.mktemp("calibrated") / "model"))
+    return Path(shutil.copytree(tiny_model_directory(), tmp_path_factory.mktemp("calibrated") / "model"))
 
 
 def answers(directory: Path, **options: Any) -> dict[str, tuple[float, ...]]:

@@ -25,10 +25,10 @@ from flide import (
     Score,
 )
 from flide.models import Qwen35ForDecision
-from flide.runtime.engine import embedded_model_directory
 from flide.runtime.memory import host_memory
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
+from tests.tiny_model import tiny_engine, tiny_model_directory
 from tests.tiny_tokenizer import wrap, write_model_directory
 from tests.tolerance import PROBABILITY_FP32, PROBABILITY_SUM
 
@@ -50,7 +50,7 @@ STATES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    directory = embedded_model_directory()
+    directory = tiny_model_directory()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
@@ -195,7 +195,7 @@ def test_bad_requests_take_their_place_and_the_others_are_answered(engine: Engin
 
 
 def test_an_over_long_prompt_names_both_numbers() -> None:
-    with Engine.default(EngineConfig(device="cpu", max_prompt_tokens=100)) as engine:
+    with tiny_engine(EngineConfig(device="cpu", max_prompt_tokens=100)) as engine:
         long, short = DecisionRequest("word " * 500, {"q": Noul("?")}), DecisionRequest("s", {"q": Noul("?")})
         refused, answered = engine.decide([long, short], return_exceptions=True)
     assert isinstance(refused, RequestError)
@@ -207,7 +207,7 @@ def test_an_over_long_prompt_names_both_numbers() -> None:
 
 
 def test_a_request_of_too_many_tokens_is_refused_alone() -> None:
-    with Engine.default(EngineConfig(device="cpu", max_request_tokens=400, max_round_tokens=200)) as engine:
+    with tiny_engine(EngineConfig(device="cpu", max_request_tokens=400, max_round_tokens=200)) as engine:
         assert engine.max_request_tokens == 400
         requests = [DecisionRequest("s", {str(i): Noul(f"Is it {i}?") for i in range(n)}) for n in (1, 4, 100)]
         *answered, refused = engine.decide(requests, return_exceptions=True)
@@ -226,14 +226,14 @@ def test_without_a_limit_there_is_what_memory_holds(engine: Engine) -> None:
 def engine_prompt(request: DecisionRequest) -> list[int]:
     from flide.runtime.prompt import ChatFormat
 
-    (prompt,) = ChatFormat(PromptTokenizer.from_pretrained(embedded_model_directory())).encode(request).prompts
+    (prompt,) = ChatFormat(PromptTokenizer.from_pretrained(tiny_model_directory())).encode(request).prompts
     return prompt
 
 
 def test_rounds_split_at_request_boundaries_and_answers_do_not_change(engine: Engine) -> None:
     requests = [DecisionRequest(state, QUESTIONS) for state in STATES.values()]
     expected = engine.decide(requests)
-    with Engine.default(EngineConfig(device="cpu", max_round_tokens=300)) as small:
+    with tiny_engine(EngineConfig(device="cpu", max_round_tokens=300)) as small:
         for got, want in zip(small.decide(requests), expected, strict=True):
             for name in QUESTIONS:
                 assert list(got[name].probabilities.values()) == pytest.approx(
@@ -262,7 +262,7 @@ def test_one_failing_request_does_not_take_its_round_down(engine: Engine, monkey
 @pytest.fixture
 def damaged() -> Iterator[Engine]:
     """An engine whose model yields NaN for every prompt that holds a letter q."""
-    directory = embedded_model_directory()
+    directory = tiny_model_directory()
     tokenizer = PromptTokenizer.from_pretrained(directory)
     model = Qwen35ForDecision.from_pretrained(directory)
     (ids,) = tokenizer.encode_plain(["q"])
@@ -285,17 +285,17 @@ def test_a_directory_that_is_no_model_is_called_that(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_yields_more_than_the_model_has_is_refused(tmp_path: Path) -> None:
-    model = Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    model = Qwen35ForDecision.from_pretrained(tiny_model_directory())
     size = model.config.vocab_size
     larger = PromptTokenizer.from_pretrained(write_model_directory(tmp_path / "larger", vocab_size=2 * size))
     with pytest.raises(CheckpointError, match=f"yields token {larger.max_prompt_id()}, .* vocabulary has {size}$"):
         Engine(model, larger)
     # Control tokens beyond the embedding are harmless as long as no prompt holds them ...
-    fields = json.loads((embedded_model_directory() / "tokenizer.json").read_text())
+    fields = json.loads((tiny_model_directory() / "tokenizer.json").read_text())
     extra = AddedToken("<|extra|>", normalized=False)
     bare = Tokenizer.from_str(json.dumps(fields))
     bare.add_tokens([extra, AddedToken("<|more|>", normalized=False)])
-    template = PromptTokenizer.from_pretrained(embedded_model_directory()).chat_template
+    template = PromptTokenizer.from_pretrained(tiny_model_directory()).chat_template
     unused = PromptTokenizer(wrap(bare, template=template))
     assert unused.vocab_size > size
     with Engine(model, unused) as engine:
@@ -306,7 +306,7 @@ def test_a_tokenizer_that_yields_more_than_the_model_has_is_refused(tmp_path: Pa
 
 
 def test_a_tokenizer_without_labels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = embedded_model_directory()
+    directory = tiny_model_directory()
     model, tokenizer = Qwen35ForDecision.from_pretrained(directory), PromptTokenizer.from_pretrained(directory)
     monkeypatch.setattr(tokenizer, "_find_labels", list)
     with pytest.raises(CheckpointError, match="label"):
@@ -315,7 +315,7 @@ def test_a_tokenizer_without_labels_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_responses_name_the_model_as_its_path_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "files").mkdir()
-    for file in embedded_model_directory().iterdir():
+    for file in tiny_model_directory().iterdir():
         (tmp_path / "files" / file.name).symlink_to(file)
     for link in ("current", "mod\u00e8le"):
         (tmp_path / link).symlink_to("files")
@@ -348,7 +348,7 @@ def test_a_long_state_is_held_once_however_many_questions_share_it(engine: Engin
 
 
 def test_a_bare_tokenizer_is_refused_by_name(oracle: Any) -> None:
-    model = Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    model = Qwen35ForDecision.from_pretrained(tiny_model_directory())
     with pytest.raises(TypeError, match="PromptTokenizer"):
         Engine(model, oracle[1])
 

@@ -24,6 +24,7 @@ from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestEr
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.worker import Job
+from tests.tiny_model import tiny_engine
 from tests.tolerance import PROBABILITY_FP32
 
 TICKET = json.loads((Path(__file__).parents[2] / "examples" / "ticket.json").read_text())
@@ -62,7 +63,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
 @pytest.fixture
 def narrow() -> Iterator[Engine]:
     """An engine whose rounds hold one request."""
-    with Engine.default(EngineConfig(device="cpu", max_round_tokens=1)) as engine:
+    with tiny_engine(EngineConfig(device="cpu", max_round_tokens=1)) as engine:
         yield engine
 
 
@@ -166,7 +167,7 @@ def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monk
 
 
 def test_close_is_idempotent_and_final() -> None:
-    engine = Engine.default(EngineConfig(device="cpu"))
+    engine = tiny_engine(EngineConfig(device="cpu"))
     with engine:
         engine.decide([TICKET])
     engine.close()
@@ -177,7 +178,7 @@ def test_close_is_idempotent_and_final() -> None:
 
 def test_a_forgotten_engine_stops_its_thread() -> None:
     before = threading.active_count()
-    engine = Engine.default(EngineConfig(device="cpu"))
+    engine = tiny_engine(EngineConfig(device="cpu"))
     engine.decide([TICKET])
     assert threading.active_count() == before + 1
     del engine
@@ -363,7 +364,7 @@ def test_nothing_of_a_call_is_kept(engine: Engine) -> None:
 
 
 def test_callers_that_wait_when_the_engine_is_closed_get_their_answers(rounds: Rounds) -> None:
-    engine = Engine.default(EngineConfig(device="cpu", max_round_tokens=1))
+    engine = tiny_engine(EngineConfig(device="cpu", max_round_tokens=1))
     rounds.hold()
 
     async def ask_and_close() -> Any:
@@ -388,7 +389,7 @@ def test_callers_that_wait_when_the_engine_is_closed_get_their_answers(rounds: R
 
 def test_an_engine_in_use_is_not_collected() -> None:
     def ask() -> Any:
-        return Engine.default(EngineConfig(device="cpu")).decide(named("a"))
+        return tiny_engine(EngineConfig(device="cpu")).decide(named("a"))
 
     assert ask()[0]["q"]
 

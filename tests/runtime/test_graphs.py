@@ -22,6 +22,7 @@ from flide.runtime.graphs import CudaStreams, GraphMode
 from flide.runtime.metadata import fresh_caches
 from flide.runtime.streams import PendingLogits
 from flide.runtime.tree import TreeLayout
+from tests.tiny_model import tiny_engine
 from tests.tolerance import PROBABILITY_FP32
 
 pytestmark = pytest.mark.gpu
@@ -234,7 +235,7 @@ def test_engines_answer_like_the_cpu_from_three_threads_without_new_captures(eng
     requests = [DecisionRequest(f"state {i} " * i, {str(k): Noul(f"Is {k}?") for k in range(5)}) for i in range(12)]
     expected = engine.decide(requests)
     config = EngineConfig(device="cuda", dtype="float32", graphs=graphs, max_round_tokens=512)
-    with Engine.default(config) as cuda:
+    with tiny_engine(config) as cuda:
         count, report = compilations(), cuda.report
         assert (report.graphs == 0) == (graphs == "off")
         results: list[Any] = [None] * 3

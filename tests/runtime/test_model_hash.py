@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flide import Engine, EngineConfig, embedded_model_directory
+from flide import Engine, EngineConfig
 from flide.heads.kinds import LinearHead
 from flide.models import Qwen35ForDecision
 from flide.runtime.calibration import save_temperatures
 from flide.runtime.model_hash import model_hash
 from flide.runtime.tokenizer import PromptTokenizer
+from tests.tiny_model import tiny_engine, tiny_model_directory
 
-DIRECTORY = embedded_model_directory()
+DIRECTORY = tiny_model_directory()
 TOKENIZER = PromptTokenizer.from_pretrained(DIRECTORY)
 
 
@@ -34,7 +35,7 @@ EXPECTED = name(load())
 def test_a_name_is_sixteen_digits_and_the_engines() -> None:
     assert len(EXPECTED) == 16
     assert int(EXPECTED, 16) >= 0
-    with Engine.default(EngineConfig(device="cpu", model_name="any")) as engine:
+    with tiny_engine(EngineConfig(device="cpu", model_name="any")) as engine:
         assert engine.model_hash == EXPECTED
 
 

@@ -13,6 +13,7 @@ from flide.runtime import StreamCapacity, TokenTree
 from flide.runtime.capacity import needed_by, padded
 from flide.runtime.metadata import ForkMetadata, fresh_caches
 from flide.runtime.rounds import RoundReport
+from tests.tiny_model import tiny_engine
 from tests.tolerance import PROBABILITY_FP32
 
 REQUESTS = [
@@ -30,7 +31,7 @@ REQUESTS = [
 
 
 def assert_same_answers(config: EngineConfig, expected: list[Any]) -> list[Any]:
-    with Engine.default(config) as engine:
+    with tiny_engine(config) as engine:
         decisions = engine.decide(REQUESTS)
     for got, want in zip(decisions, expected, strict=True):
         assert list(got) == list(want)
@@ -65,7 +66,7 @@ def test_ablations_change_no_answer(engine: Engine, option: dict[str, Any]) -> N
 @pytest.mark.parametrize("graphs", ["explicit", "reduce-overhead"])
 def test_graphs_need_cuda(graphs: Any) -> None:
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        Engine.default(EngineConfig(device="cpu", graphs=graphs))
+        tiny_engine(EngineConfig(device="cpu", graphs=graphs))
 
 
 TREES = {
@@ -105,7 +106,7 @@ def test_rounds_are_reported_until_nobody_asks(caplog: pytest.LogCaptureFixture)
     def failing(report: RoundReport) -> None:
         raise KeyError("an observer's own fault")
 
-    with Engine.default(EngineConfig(device="cpu")) as engine:
+    with tiny_engine(EngineConfig(device="cpu")) as engine:
         engine.observe(failing)
         stop = engine.observe(reports.append)
         decisions = engine.decide(REQUESTS)

@@ -16,6 +16,7 @@ from flide import Engine, EngineConfig
 from flide.serve.app import DecisionServer
 from flide.serve.config import ServeConfig
 from flide.serve.run import uvicorn_settings
+from tests.tiny_model import tiny_engine
 
 BODY: dict[str, Any] = {
     "model": "jev-latest",
@@ -51,7 +52,7 @@ class Served:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    with Engine.default(EngineConfig(device="cpu")) as engine:
+    with tiny_engine(EngineConfig(device="cpu")) as engine:
         yield engine
 
 

@@ -20,6 +20,7 @@ from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import running
+from tests.tiny_model import tiny_engine
 
 JSON = {"Content-Type": "application/json"}
 
@@ -291,7 +292,7 @@ def test_logits_that_are_not_finite_are_an_error_of_that_request(engine: Engine)
 
 
 def test_a_closed_engine_is_unavailable_not_broken() -> None:
-    engine = Engine.default(EngineConfig(device="cpu"))
+    engine = tiny_engine(EngineConfig(device="cpu"))
     served = Served(engine, ServeConfig())
     try:
         with httpx.Client(base_url=served.url, timeout=60) as own:

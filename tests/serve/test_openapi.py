@@ -25,9 +25,10 @@ from flide.serve.docs_page import docs_page
 from flide.serve.keys import KeyRing
 from flide.serve.openapi import document
 from tests.serve.running import running
+from tests.tiny_model import TINY_MODEL
 
 CONFIG = ServeConfig(max_questions=50, max_body_bytes=1 << 20)
-DOCUMENT = document(CONFIG, ["flide-tiny-random", ALIAS])
+DOCUMENT = document(CONFIG, [TINY_MODEL, ALIAS])
 EXAMPLES = [
     pytest.param(path, name, id=f"{path}-{name}")
     for path, operations in DOCUMENT["paths"].items()

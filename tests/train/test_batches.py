@@ -12,23 +12,23 @@ import torch
 from flide.evaluation.rows import LabelledRow, read_rows
 from flide.heads import LinearHead, OptionHead, ScalarHead
 from flide.models import Qwen35ForDecision
-from flide.runtime.engine import embedded_model_directory
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.batches import Example, collate, fingerprint, in_order, plan_epoch, prepare_examples
 from flide.train.trainee import Trainee, decision_losses
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import FP32_ROUNDING
 from tests.train.data import rows
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PromptTokenizer:
-    return PromptTokenizer.from_pretrained(embedded_model_directory())
+    return PromptTokenizer.from_pretrained(tiny_model_directory())
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen35ForDecision:
-    return Qwen35ForDecision.from_pretrained(embedded_model_directory())
+    return Qwen35ForDecision.from_pretrained(tiny_model_directory())
 
 
 def labelled(values: list[dict[str, Any]]) -> list[LabelledRow]:

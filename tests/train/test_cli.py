@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from flide import embedded_model_directory
 from flide.cli import main
 from flide.train.config import TrainConfig
 from flide.train.run import METRICS_FILE
 from flide.train.state import STATE_FILE, TrainingState
 from flide.train.trainer import Trainer
+from tests.tiny_model import tiny_model_directory
 from tests.train.data import rows, write
 
-BASE = str(embedded_model_directory())
+BASE = str(tiny_model_directory())
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flide import Engine, EngineConfig, embedded_model_directory
+from flide import Engine, EngineConfig
 from flide.evaluation.report import answer_rows
 from flide.evaluation.rows import read_rows
 from flide.train import TrainConfig, train
 from flide.train.batches import collate
 from flide.train.run import METRICS_FILE
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import GRADIENT_FP32, PROBABILITY_FP32
 from tests.train.data import rows, write
 from tests.train.test_gradients import examples, gradients, mean_loss, new_trainee
@@ -41,7 +42,7 @@ def test_a_bfloat16_base_learns_and_serves_what_it_learnt(kind: str, tmp_path: P
     """With layers computed again in the backward pass, as is the default; the engine has kernels and graphs."""
     data = write(tmp_path / "train.jsonl", rows(24))
     config = TrainConfig(head=kind, lr=1e-2, head_lr=1e-2, batch_tokens=700, epochs=8, device="cuda")
-    train(embedded_model_directory(), data, tmp_path / "out", config)
+    train(tiny_model_directory(), data, tmp_path / "out", config)
     lines = [json.loads(line) for line in (tmp_path / "out" / METRICS_FILE).read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     per_epoch = len(losses) // 8

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from flide import Engine, EngineConfig, embedded_model_directory
+from flide import Engine, EngineConfig
 from flide.heads import save_head
 from flide.heads.files import HEAD_FILE
 from flide.models import AutoModelForDecision
@@ -20,13 +20,14 @@ from flide.models.weights import SINGLE_NAME
 from flide.runtime.calibration import CALIBRATION_FILE, load_temperatures, save_temperatures
 from flide.train import TrainConfig, merge, train
 from tests.oracle import isolated_logits
+from tests.tiny_model import tiny_model_directory
 from tests.tolerance import LOGITS_FP32, PROBABILITY_FP32
 from tests.train.data import rows, write
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(embedded_model_directory(), tmp_path_factory.mktemp("model") / "base"))
+    return Path(shutil.copytree(tiny_model_directory(), tmp_path_factory.mktemp("model") / "base"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from flide import Engine, EngineConfig, embedded_model_directory
+from flide import Engine, EngineConfig
 from flide.errors import CheckpointError, ModelOutputError
 from flide.evaluation.report import answer_rows
 from flide.evaluation.rows import read_rows
@@ -34,10 +34,11 @@ from flide.train.run import METRICS_FILE, REPORT_FILE
 from flide.train.state import STATE_FILE, TrainingState, hold
 from flide.train.trainer import Trainer
 from tests.heads.test_heads import BilinearHead
+from tests.tiny_model import tiny_engine, tiny_model_directory
 from tests.tolerance import PROBABILITY_FP32
 from tests.train.data import rows, write
 
-BASE = embedded_model_directory()
+BASE = tiny_model_directory()
 KINDS = ["option", "scalar", "linear"]
 
 
@@ -81,7 +82,7 @@ def test_the_engine_answers_what_the_trainer_evaluates(
     with Engine.from_pretrained(tmp_path / "out", EngineConfig(device="cpu")) as engine:
         answers = answer_rows(engine, labelled)
         assert engine.model_name == "out"
-    with Engine.default(EngineConfig(device="cpu")) as plain:
+    with tiny_engine(EngineConfig(device="cpu")) as plain:
         untrained = answer_rows(plain, labelled)
     assert [a.question_id for a in answers] == [a.question_id for a in evaluated[-1]]
     for mine, theirs in zip(answers, evaluated[-1], strict=True):

@@ -1,19 +1,20 @@
-"""Make the tiny random model inside the package: same seed, same files.
-
-python -m scripts.make_embedded_model [OUT]
-"""
+"""A tiny random model with a tokenizer, as transformers writes one: what tests run where answers need not be right."""
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 
+from flide import Engine, EngineConfig
 from flide.models import Qwen35Config, Qwen35ForDecision
-from flide.runtime.engine import embedded_model_directory
-from scripts.tokenizer_builder import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
+TINY_MODEL = "tiny-random"
 SEED = 20260101
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -42,7 +43,13 @@ CONFIG = {
 }
 
 
-def make(directory: Path) -> None:
+@functools.cache
+def tiny_model_directory() -> Path:
+    """Its directory, made once a process: same seed, same files."""
+    parent = Path(tempfile.mkdtemp(prefix="flide-tests-"))
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    directory = parent / TINY_MODEL
+    directory.mkdir()
     torch.manual_seed(SEED)
     model = Qwen35ForDecision.from_config(Qwen35Config.from_hf(CONFIG), dtype=torch.bfloat16)
     with torch.no_grad():
@@ -52,11 +59,9 @@ def make(directory: Path) -> None:
                 parameter.normal_(std=parameter[0].numel() ** -0.5 if "embed" not in name else 64**-0.5)
     model.save_pretrained(directory)
     write_tokenizer(directory, vocab_size=CONFIG["vocab_size"])
+    return directory
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=embedded_model_directory())
-    out = parser.parse_args().out
-    make(out)
-    print(out)
+def tiny_engine(config: EngineConfig | None = None) -> Engine:
+    """An engine of its own for it."""
+    return Engine.from_pretrained(tiny_model_directory(), config or EngineConfig())
