@@ -5,8 +5,9 @@
 Bodies have the questions and the tokens of the workload: they are made longer or shorter until the server counts the
 right number, which is printed. Questions have four options. Clients are spread over processes and speak HTTP/1.1 over
 kept connections with prepared bytes. After a second of ramp, latencies are those of requests sent within the measured
-time and the rate is of answers within it. The clients' own ceiling is measured against /health first: a rate near it
-says nothing about the server. Last line: one JSON object.
+time and the rate is of answers within it; server_*_ms are medians of what the server says of its own steps. The
+clients' own ceiling is measured against /health first: a rate near it says nothing about the server. Last line: one
+JSON object.
 """
 
 from __future__ import annotations
@@ -120,19 +121,22 @@ def request(path: str, host: str, data: bytes | None, key: str | None) -> bytes:
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> tuple[int, bytes]:
+    """The status of an answer, and its Server-Timing."""
     writer.write(data)
     head = await reader.readuntil(b"\r\n\r\n")
-    lines = head.split(b"\r\n")
-    length = next(int(line[15:]) for line in lines if line.lower().startswith(b"content-length:"))
-    return int(lines[0].split()[1]), await reader.readexactly(length)
+    first, *lines = head.split(b"\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(b": ") for line in lines)}
+    await reader.readexactly(int(headers[b"content-length"]))
+    return int(first.split()[1]), headers.get(b"server-timing", b"")
 
 
 @dataclass(slots=True)
 class Counts:
-    """What one client, or several, saw: milliseconds of each request that was sent while counting, how many were
-    answered meanwhile, and how many were no 200."""
+    """What one client, or several, saw: milliseconds of each request that was sent while counting and the Server-Timing
+    of its answer, how many were answered meanwhile, and how many were no 200."""
 
     times: list[float] = field(default_factory=list)
+    timings: list[bytes] = field(default_factory=list)
     answered: int = 0
     failed: int = 0
 
@@ -143,10 +147,11 @@ async def client(host: str, port: int, requests: list[bytes], begin: float, end:
     counts = Counts()
     index = 0
     while (sent := time.monotonic()) < end:
-        status, _ = await exchange(reader, writer, requests[index % len(requests)])
+        status, timing = await exchange(reader, writer, requests[index % len(requests)])
         done = time.monotonic()
         if sent >= begin:
             counts.times.append((done - sent) * 1e3)
+            counts.timings.append(timing)
         counts.answered += begin <= done < end
         counts.failed += status != 200
         index += 1
@@ -164,6 +169,7 @@ def process(host: str, port: int, per_client: list[list[bytes]], begin: float, e
 def together(parts: Sequence[Counts]) -> Counts:
     return Counts(
         [t for part in parts for t in part.times],
+        [t for part in parts for t in part.timings],
         sum(part.answered for part in parts),
         sum(part.failed for part in parts),
     )
@@ -189,7 +195,18 @@ def measure(host: str, port: int, requests: list[bytes], clients: int, seconds: 
         "p50_ms": cuts[49],
         "p95_ms": cuts[94],
         "p99_ms": cuts[98],
+        **steps(counts.timings),
     }
+
+
+def steps(timings: Sequence[bytes]) -> dict[str, float]:
+    """Medians of what Server-Timing headers name: ``b"read;dur=0.5, run;dur=2"`` -> server_read_ms, server_run_ms."""
+    found: dict[str, list[float]] = {}
+    for timing in timings:
+        for step in filter(None, timing.decode().split(", ")):
+            name, _, milliseconds = step.partition(";dur=")
+            found.setdefault(f"server_{name}_ms", []).append(float(milliseconds))
+    return {name: statistics.median(durations) for name, durations in found.items()}
 
 
 def main() -> int:

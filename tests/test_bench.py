@@ -13,7 +13,7 @@ from flide.runtime.config import EngineConfig
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tree import TreeLayout
 from scripts.bench_engine import PARITY, Bench
-from scripts.bench_server import fitted
+from scripts.bench_server import fitted, steps
 from scripts.workloads import FIXED
 from tests.oracle import tiny_config
 
@@ -81,3 +81,9 @@ def test_bodies_over_http_have_the_tokens_of_the_workload(name: str, per_word: i
         assert len(questions) == len(FIXED[name].branches)
         assert all(len(question["criteria"]) == 4 for question in questions)
         assert abs(count - FIXED[name].rows) < per_word
+
+
+def test_the_steps_of_a_server_are_medians() -> None:
+    timings = [b"read;dur=0.50, wait;dur=0.01, run;dur=2.00", b"read;dur=0.70, wait;dur=0.03, run;dur=4.00", b""]
+    assert steps(timings) == {"server_read_ms": 0.6, "server_wait_ms": 0.02, "server_run_ms": 3.0}
+    assert steps([]) == {}

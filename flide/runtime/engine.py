@@ -130,8 +130,8 @@ class Engine:
 
     @classmethod
     def default(cls, config: EngineConfig | None = None) -> Self:
-        """An engine for the demo model inside the package. It reads short English tickets, logs, reviews and claims: see
-        its MODEL_CARD.md."""
+        """An engine for the demo model inside the package. It reads short English tickets, logs, reviews and claims:
+        see its MODEL_CARD.md."""
         config = config or EngineConfig()
         if config.model_name is None:
             config = replace(config, model_name=EMBEDDED_MODEL)
