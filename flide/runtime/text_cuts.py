@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-__all__ = ["cut", "last_cut", "splits_at_safe_boundaries"]
+__all__ = ["cut", "last_cut", "splits_at_safe_boundaries", "words"]
 
 # Characters of a piece of a text, where it can be cut, and how many pieces are enough: starting one costs little (a
 # hundredth of encoding the shortest), and even a short text should not have to wait for a single core.
@@ -28,6 +28,9 @@ _LETTERS = (
 _SAFE = rf"(?:(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f]))"
 _NEXT_CUT = re.compile(_SAFE)
 _LAST_CUT = re.compile(r".*" + _SAFE, re.DOTALL)
+
+# Pieces that end at every ASCII letter before a blank, which is a safe boundary, and at the end of the text.
+_WORDS = re.compile(r" *[A-Za-z]+(?= )|.+?[A-Za-z](?= )|.+", re.DOTALL)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _QWEN2_END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,6 +104,11 @@ def cut(text: str) -> list[str]:
         start = found.end()
     pieces.append(text[start:])
     return pieces
+
+
+def words(text: str) -> list[str]:
+    """``text`` cut at many safe boundaries: mostly words with what is before them."""
+    return _WORDS.findall(text)
 
 
 def last_cut(text: str) -> int:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
 from flide.runtime.text_cuts import cut, last_cut, splits_at_safe_boundaries
+from flide.runtime.word_ids import WordIds
 
 __all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
 
@@ -73,6 +74,7 @@ class PromptTokenizer:
         self._cuts_are_safe = splits_at_safe_boundaries(plain)
         if not self._cuts_are_safe:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
+        self._words = WordIds(self._encode, self._may_be_text)
         self._lock = threading.Lock()
         self._labels: list[Label] | None = None
         if not self._encode(["a"])[0]:
@@ -151,16 +153,22 @@ class PromptTokenizer:
             RequestError: a text is not valid Unicode, is longer than can be tokenized, or yields a control token.
         """
         pieces, owners = [], []
+        ids: list[list[int]] = []
         for index, text in enumerate(texts):
-            for piece in cut(text) if self._cuts_are_safe else [text]:
-                pieces.append(piece)
-                owners.append(index)
-        ids: list[list[int]] = [[] for _ in texts]
-        for owner, piece_ids in zip(owners, self._encode(pieces), strict=True):
-            if self._forbidden_ids and not self._forbidden_ids.isdisjoint(piece_ids):
+            known = self._words.ids(text) if self._cuts_are_safe else None
+            ids.append(known or [])
+            if known is None:
+                for piece in cut(text) if self._cuts_are_safe else [text]:
+                    pieces.append(piece)
+                    owners.append(index)
+        for owner, piece_ids in zip(owners, self._encode(pieces) if pieces else (), strict=True):
+            if not self._may_be_text(piece_ids):
                 raise _refusal("the text contains a control token of the model", "control_token")
             ids[owner] += piece_ids
         return ids
+
+    def _may_be_text(self, ids: Sequence[int]) -> bool:
+        return not self._forbidden_ids or self._forbidden_ids.isdisjoint(ids)
 
     def encode_prompts(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
         """Encode ``shared + tail`` for every tail and ``shared`` only once.

@@ -1,0 +1,116 @@
+"""Looking words up gives what encoding the text gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flide.errors import RequestError
+from flide.runtime import text_cuts, word_ids
+from flide.runtime.tokenizer import PromptTokenizer
+from flide.runtime.word_ids import LONGEST_KEPT, NEW_AT_LEAST, NEW_SHARE, WordIds
+from tests.runtime.test_text_cuts import family_pair
+from tests.tiny_tokenizer import build_tokenizer, wrap
+from tests.tokenizer_families import FAMILIES, QUICK, TEXTS, whole
+
+SPOKEN = [
+    "the",
+    "order",
+    "is",
+    "late",
+    "It",
+    "don't",
+    "we'll",
+    "e-mail",
+    "I",
+    "x" * 40,
+    "caf\u00e9",
+    "\u4f60\u597d",
+    "7",
+    "a\u0301",
+]
+BETWEEN = [" ", "  ", ", ", ". ", "\n", " \n ", "'", "\t", "\u3002", " (", ") "]
+SENTENCES = st.lists(st.sampled_from(SPOKEN) | st.sampled_from(BETWEEN) | st.just(" "), max_size=40).map("".join)
+
+
+class Counting:
+    """Every character is a token of its own; remembers what it encoded."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        self.seen += texts
+        return [[ord(character) for character in text] for text in texts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@QUICK
+@given(texts=st.lists(SENTENCES | TEXTS, min_size=1, max_size=4))
+def test_ids_are_those_of_the_whole_text_however_often_it_comes(family: str, texts: list[str]) -> None:
+    tokenizer, reference = family_pair(family)
+    expected = [whole(reference, text) for text in texts]
+    for _ in range(3):
+        assert tokenizer.encode_plain(texts) == expected
+
+
+@QUICK
+@given(text=SENTENCES | TEXTS)
+def test_words_are_cut_where_it_is_safe(text: str) -> None:
+    pieces = text_cuts.words(text)
+    assert "".join(pieces) == text
+    assert all(pieces)
+    safe = {found.start() for found in text_cuts._NEXT_CUT.finditer(text)}
+    ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces) - 1)]
+    assert safe.issuperset(ends)
+
+
+def test_a_text_is_looked_up_once_its_words_are_known() -> None:
+    encode = Counting()
+    known = WordIds(encode, lambda ids: True)
+    text = "so the order came and the box is broken"
+    assert known.ids(text) == [ord(c) for c in text]
+    encode.seen.clear()
+    again = "so the box came and the order is broken"
+    assert known.ids(again) == [ord(c) for c in again]
+    assert not encode.seen
+
+
+def test_new_words_are_few_of_what_a_text_costs() -> None:
+    encode = Counting()
+    known = WordIds(encode, lambda ids: True)
+    rng = random.Random(0)
+    text = " ".join("".join(rng.choices("abcdefghij", k=9)) for _ in range(2000))
+    assert known.ids(text) is None
+    assert len(encode.seen) <= 2000 // NEW_SHARE + NEW_AT_LEAST
+    for _ in range(NEW_SHARE + 1):
+        found = known.ids(text)
+    assert found == [ord(c) for c in text], "a text that comes again is learnt in the end"
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ids, "MOST_WORDS", 50)
+    known = WordIds(Counting(), lambda ids: True)
+    for number in range(500):
+        letters = "".join(chr(97 + int(digit)) for digit in str(number))
+        text = f"word{letters} " + "y" * (LONGEST_KEPT + 5) + " end"
+        assert known.ids(text) == [ord(c) for c in text]
+        assert len(known._known) <= 50
+        assert all(len(piece) <= LONGEST_KEPT for piece in known._known)
+
+
+def test_what_may_not_be_kept_is_looked_at_each_time() -> None:
+    known = WordIds(Counting(), lambda ids: len(ids) != 1)
+    assert known.ids("a b c") is None
+    assert known.ids("a b c") is None
+
+
+def test_a_lone_surrogate_is_refused_among_known_words() -> None:
+    tokenizer = PromptTokenizer(wrap(build_tokenizer()))
+    tokenizer.encode_plain(["the order is late"])
+    with pytest.raises(RequestError, match="lone surrogate"):
+        tokenizer.encode_plain(["the order is late \ud800 the order"])
+    assert tokenizer.encode_plain(["the order is late"])
