@@ -17,6 +17,7 @@ import pytest
 
 from flide.cli import main
 from tests.serve.conftest import BODY
+from tests.tiny_model import tiny_model_directory
 
 
 @contextmanager
@@ -40,7 +41,10 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) -> None:
-    with serving("--alias", "nick", "--served-model-name", "tiny") as (process, url):
+    with serving("--model", str(tiny_model_directory()), "--alias", "nick", "--served-model-name", "tiny") as (
+        process,
+        url,
+    ):
         long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(300)}}
         responses: list[httpx.Response] = []
         path = f"{url}/v1/systemone"

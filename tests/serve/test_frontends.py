@@ -30,6 +30,7 @@ from flide.serve.remote import RemoteBackend
 from flide.serve.run import bound, ending, share
 from tests.serve.conftest import BODY
 from tests.serve.test_cli import serving
+from tests.tiny_model import tiny_model_directory
 
 
 class Linked:
@@ -186,7 +187,9 @@ async def test_counts_are_kept_by_the_engine_s_process(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[tuple[Any, str]]:
-    with serving("--frontends", "2", "--api-key", "k", "--alias", "nick") as running:
+    with serving(
+        "--model", str(tiny_model_directory()), "--frontends", "2", "--api-key", "k", "--alias", "nick"
+    ) as running:
         yield running
 
 
