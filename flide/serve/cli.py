@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
         ("max-queue-ms", "milliseconds a request may wait"),
         ("request-timeout", "seconds from a request's body to its answer"),
         ("max-body-bytes", "of a body, packed and unpacked"),
+        ("max-bodies-bytes", "of all bodies that one process reads at the same time"),
         ("max-questions", "of one request"),
         ("max-prompt-tokens", "of a question with its state"),
         ("max-request-tokens", "of a state with all its questions (default: what there is memory for)"),
@@ -78,6 +79,7 @@ def serve(arguments: argparse.Namespace) -> int:
         "max_wait": None if arguments.max_queue_ms is None else arguments.max_queue_ms / 1e3,
         "request_timeout": arguments.request_timeout,
         "max_body_bytes": arguments.max_body_bytes,
+        "max_bodies_bytes": arguments.max_bodies_bytes,
         "max_questions": arguments.max_questions,
         "max_per_key": arguments.max_requests_per_key,
     }

@@ -67,6 +67,7 @@ def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) ->
         (("--api-key", "a", "--api-key-file", "b"), "not both"),
         (("--api-key-file", "/nonexistent"), "key file"),
         (("--max-queue", "0"), "max_waiting"),
+        (("--max-bodies-bytes", "0"), "max_bodies_bytes"),
         (("--port", "70000"), "port"),
         (("--model", "/nonexistent"), "nonexistent"),
         (("--temperature", "0"), "temperature"),
