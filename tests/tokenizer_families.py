@@ -97,18 +97,21 @@ def tiny(pre_tokenizer: Any = None, *, normalizer: Any = None) -> Tokenizer:
     return tokenizer
 
 
-def gemma_like() -> Tokenizer:
-    """BPE over whole texts: blanks become U+2581 and no pre-tokenizer splits."""
+def gemma_like(*, merges_blanks: bool = False) -> Tokenizer:
+    """BPE over whole texts: blanks become U+2581 and no pre-tokenizer splits. Where entries have blanks inside
+    (``merges_blanks``), which Gemma's do not, texts can be cut nowhere."""
     tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    if not merges_blanks:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581+"), "merged_with_next")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False, max_token_length=6)
     tokenizer.train_from_iterator(
-        ["the order is late. a b word. user assistant\n\n", *"abcdefghijklmnopqrstuvwxyz"], trainer
+        ["the order is late. a b  word.   user assistant\n\n", *"abcdefghijklmnopqrstuvwxyz"], trainer
     )
     fields = json.loads(tokenizer.to_str())
-    fields["added_tokens"] = []
+    fields["added_tokens"], fields["pre_tokenizer"] = [], None
     tokenizer = Tokenizer.from_str(json.dumps(fields))
     add_control_tokens(tokenizer)
     return tokenizer
@@ -151,9 +154,10 @@ FAMILIES = {
     "llama3": lambda: tiny(split_on(LLAMA3)),
     "gpt2 split": lambda: tiny(split_on(GPT2)),
     "gpt2": lambda: tiny(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "gemma-like": gemma_like,
 }
 OTHERS = {
-    "gemma-like": gemma_like,
+    "merged blanks": lambda: gemma_like(merges_blanks=True),
     "unigram": unigram,
     "prefix space": lambda: tiny(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "digits first": lambda: tiny(pre_tokenizers.Sequence([pre_tokenizers.Digits(), split_on(QWEN2)])),

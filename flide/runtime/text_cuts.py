@@ -1,19 +1,17 @@
-"""Where a text can be cut so that encoding the pieces is encoding the whole.
-
-A cut is between a letter and an ASCII character that is no letter (or a Chinese comma or full stop), or between a digit
-and an ASCII character that is no digit. Whether that is safe depends on the tokenizer: ``splits_at_safe_boundaries``.
-"""
+"""Where a text can be cut so that encoding the pieces is encoding the whole: see ``cuts_of``."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-__all__ = ["cut", "last_cut", "splits_at_safe_boundaries", "words"]
+__all__ = ["Cuts", "cuts_of", "words"]
 
 # Characters of a piece of a text, where it can be cut, and how many pieces are enough: starting one costs little (a
 # hundredth of encoding the shortest), and even a short text should not have to wait for a single core.
@@ -25,11 +23,58 @@ _LETTERS = (
     r"A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0410-\u044f"
     r"\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-_SAFE = rf"(?:(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f]))"
-_NEXT_CUT = re.compile(_SAFE)
-_LAST_CUT = re.compile(r".*" + _SAFE, re.DOTALL)
+_BLANK = "\u2581"
 
-# Pieces that end at every ASCII letter before a blank, which is a safe boundary, and at the end of the text.
+
+@dataclass(frozen=True)
+class Cuts:
+    """Safe boundaries of a kind of tokenizers.
+
+    Attributes:
+        safe: regex that matches, emptily, at each of them.
+    """
+
+    safe: str
+
+    @cached_property
+    def next(self) -> re.Pattern[str]:
+        """Finds the next boundary."""
+        return re.compile(self.safe)
+
+    @cached_property
+    def last(self) -> re.Pattern[str]:
+        """Matches up to the last boundary."""
+        return re.compile(rf".*(?:{self.safe})", re.DOTALL)
+
+    def cut(self, text: str) -> list[str]:
+        """``text`` in pieces of about equal length, cut at safe boundaries only (longer where there are none)."""
+        most = min(_LONGEST, max(_SHORTEST, len(text) // _ENOUGH))
+        pieces = []
+        start = 0
+        while len(text) - start > most:
+            # One character more than the piece: a boundary is seen by what follows it.
+            found = self.last.match(text, start, start + most + 1)
+            if found is None or found.end() == start:
+                found = self.next.search(text, start + most)
+            if found is None:
+                break
+            pieces.append(text[start : found.end()])
+            start = found.end()
+        pieces.append(text[start:])
+        return pieces
+
+    def last_cut(self, text: str) -> int:
+        """Length of ``text`` up to its last safe boundary, 0 if there is none."""
+        found = self.last.match(text)
+        return found.end() if found else 0
+
+
+# Between a letter and an ASCII character that is no letter (or a Chinese comma or full stop), or between a digit and an
+# ASCII character that is no digit.
+AFTER_WORDS = Cuts(rf"(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f])")
+# Before a blank that follows something else.
+BEFORE_BLANKS = Cuts(rf"(?<=[^ {_BLANK}])(?=[ {_BLANK}])")
+# Pieces that end at every ASCII letter before a blank, which both kinds permit, and at the end of the text.
 _WORDS = re.compile(r" *[A-Za-z]+(?= )|.+?[A-Za-z](?= )|.+", re.DOTALL)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,10 +94,15 @@ _KNOWN_SPLITS = frozenset(
 )
 
 
-def splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
-    r"""Whether encoding ``a + b`` is encoding ``a``, then ``b``, for every cut that ``_SAFE`` finds.
+def cuts_of(tokenizer: Tokenizer) -> Cuts | None:
+    """Boundaries at which encoding ``a + b`` is encoding ``a``, then ``b``; None for a tokenizer of no known kind."""
+    if _splits_after_words(tokenizer):
+        return AFTER_WORDS
+    return BEFORE_BLANKS if _merges_no_blanks(tokenizer) else None
 
-    It is if each stage works on both sides alone:
+
+def _splits_after_words(tokenizer: Tokenizer) -> bool:
+    r"""Whether ``AFTER_WORDS`` is safe. It is if each stage works on both sides alone:
 
     * Normalizer: none, or NFC. What follows the cut is a starter that never combines with what precedes it, so NFC
       of the whole is NFC of the parts, and the listed letters and digits stay what they are.
@@ -83,35 +133,32 @@ def splits_at_safe_boundaries(tokenizer: Tokenizer) -> bool:
     return known and not more
 
 
+def _merges_no_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether ``BEFORE_BLANKS`` is safe, as in Gemma's tokenizers: a BPE over whole texts in which U+2581 stands for a
+    blank. A merge across the boundary would make an entry in which U+2581 follows something else; there is none.
+
+    What is in no vocabulary becomes bytes, or is fused with its like; U+2581 is in the vocabulary.
+    """
+    model = tokenizer.model
+    if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if model.ignore_merges:  # a whole text that is an entry would be it
+        return False
+    if _settings(tokenizer.normalizer) != {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}:
+        return False
+    no_split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    if _settings(tokenizer.pre_tokenizer) not in (None, no_split):  # no blank is left to split at
+        return False
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    crossing = re.compile(f"[^{_BLANK}]{_BLANK}")
+    return _BLANK in vocabulary and not any(map(crossing.search, vocabulary))
+
+
 def _settings(part: Any) -> Any:
     """The JSON of a normalizer or pre-tokenizer, None for none."""
     return None if part is None else json.loads(part.__getstate__())
 
 
-def cut(text: str) -> list[str]:
-    """``text`` in pieces of about equal length, cut at safe boundaries only (longer where there are none)."""
-    most = min(_LONGEST, max(_SHORTEST, len(text) // _ENOUGH))
-    pieces = []
-    start = 0
-    while len(text) - start > most:
-        # One character more than the piece: a boundary is seen by what follows it.
-        found = _LAST_CUT.match(text, start, start + most + 1)
-        if found is None or found.end() == start:
-            found = _NEXT_CUT.search(text, start + most)
-        if found is None:
-            break
-        pieces.append(text[start : found.end()])
-        start = found.end()
-    pieces.append(text[start:])
-    return pieces
-
-
 def words(text: str) -> list[str]:
     """``text`` cut at many safe boundaries: mostly words with what is before them."""
     return _WORDS.findall(text)
-
-
-def last_cut(text: str) -> int:
-    """Length of ``text`` up to its last safe boundary, 0 if there is none."""
-    found = _LAST_CUT.match(text)
-    return found.end() if found else 0

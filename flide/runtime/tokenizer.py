@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
-from flide.runtime.text_cuts import cut, last_cut, splits_at_safe_boundaries
+from flide.runtime.text_cuts import cuts_of
 from flide.runtime.word_ids import WordIds
 
 __all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
@@ -71,8 +71,8 @@ class PromptTokenizer:
             i for i, token in added.items() if token.special or token.content.strip() or i not in in_model
         )
         self._forbidden_ids = self._control_ids & in_model
-        self._cuts_are_safe = splits_at_safe_boundaries(plain)
-        if not self._cuts_are_safe:
+        self._cuts = cuts_of(plain)
+        if self._cuts is None:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
         self._words = WordIds(self._encode, self._may_be_text)
         self._lock = threading.Lock()
@@ -155,10 +155,10 @@ class PromptTokenizer:
         pieces, owners = [], []
         ids: list[list[int]] = []
         for index, text in enumerate(texts):
-            known = self._words.ids(text) if self._cuts_are_safe else None
+            known = self._words.ids(text) if self._cuts else None
             ids.append(known or [])
             if known is None:
-                for piece in cut(text) if self._cuts_are_safe else [text]:
+                for piece in self._cuts.cut(text) if self._cuts else [text]:
                     pieces.append(piece)
                     owners.append(index)
         for owner, piece_ids in zip(owners, self._encode(pieces) if pieces else (), strict=True):
@@ -181,8 +181,8 @@ class PromptTokenizer:
         Raises:
             RequestError: as ``encode_plain``.
         """
-        if self._cuts_are_safe:
-            kept = last_cut(shared)
+        if self._cuts:
+            kept = self._cuts.last_cut(shared)
             first, *rest = self.encode_plain([shared[:kept], *(shared[kept:] + tail for tail in tails)])
             return first, rest
         first, *rest = self.encode_plain([shared, *(shared + tail for tail in tails)])

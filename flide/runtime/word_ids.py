@@ -1,6 +1,6 @@
 """Token ids of words, kept: texts repeat theirs, and looking one up takes a tenth of the time that encoding it takes.
 
-Only for tokenizers of which ``text_cuts.splits_at_safe_boundaries`` is true.
+Only for tokenizers that ``text_cuts.cuts_of`` knows.
 """
 
 from __future__ import annotations

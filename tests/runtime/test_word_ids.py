@@ -63,7 +63,7 @@ def test_words_are_cut_where_it_is_safe(text: str) -> None:
     pieces = text_cuts.words(text)
     assert "".join(pieces) == text
     assert all(pieces)
-    safe = {found.start() for found in text_cuts._NEXT_CUT.finditer(text)}
+    safe = {found.start() for found in text_cuts.AFTER_WORDS.next.finditer(text)}
     ends = [sum(map(len, pieces[: i + 1])) for i in range(len(pieces) - 1)]
     assert safe.issuperset(ends)
 
