@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 gigabytes=$(python3 -c 'import torch; print(torch.cuda.mem_get_info()[0] >> 30)')
 # By name, so that tests of the server, which need more packages, are not even imported.
-long="tests/models/|test_graphs|test_kernel_limits|test_olmo_hybrid|tests/train/"
+long="tests/models/|test_graphs|test_kernel_limits|test_kernels|test_olmo_hybrid|tests/train/"
 rest=$(grep -rlE "mark\.gpu" tests --include="test_*.py" | grep -vE "$long" | sort)
 groups=( # files | expression that chooses among their tests
   "tests/runtime/test_graphs.py|explicit"
@@ -14,11 +14,22 @@ groups=( # files | expression that chooses among their tests
   "tests/train/test_cuda.py|option"
   "tests/train/test_cuda.py|scalar"
   "tests/train/test_cuda.py|linear"
-  "tests/examples/test_olmo_hybrid.py|"
-  "tests/models|"
-  "tests/ops/test_kernel_limits.py|"
+  "tests/examples/test_olmo_hybrid.py|served"
+  "tests/examples/test_olmo_hybrid.py|not served"
+  "tests/models/test_cuda.py|engine"
+  "tests/models/test_cuda.py|not engine"
+  "tests/models/test_fidelity.py|"
+  "tests/models/test_gemma4.py|directory"
+  "tests/models/test_gemma4.py|not directory"
+  "tests/ops/test_kernel_limits.py|gemma"
+  "tests/ops/test_kernel_limits.py|not gemma and delta"
+  "tests/ops/test_kernel_limits.py|not gemma and not delta"
+  "tests/ops/test_kernels.py|"
   "${rest//$'\n'/ }|"
 )
+for file in $(grep -rlE "mark\.gpu" tests --include="test_*.py"); do
+  [[ "${groups[*]}" == *"$file"* ]] || { echo "no group has $file" >&2; exit 1; }
+done
 logs=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 check() {
