@@ -330,6 +330,20 @@ def test_poison_in_one_request_stays_out_of_other_pages() -> None:
     assert same_bits(attend_paged(*inputs, meta, random_pool(meta, inputs[1]))[others], clean[others])
 
 
+@pytest.mark.parametrize("window", [0, 5])
+def test_keys_that_were_written_are_read_and_not_written_again(window: int) -> None:
+    meta = pack_paged([(70, [3, (2, [1])]), (6, [4])], cached=9)
+    inputs = random_inputs(meta.capacity.tokens)
+    pool = random_pool(meta, inputs[1])
+    expected = attend_paged(*inputs, meta, pool, window=window)
+    query, *others = inputs
+    trunks = meta.segment_levels[meta.row_segments] == 0
+    key, value = (torch.where(trunks[:, None, None], float("nan"), x) for x in others)
+    written = pool.clone()
+    assert same_bits(attend_paged(query, key, value, meta, pool, window=window, write=False), expected)
+    assert same_bits(pool, written)
+
+
 def test_a_trunk_without_pages_is_refused() -> None:
     meta = pack([(5, [2])])
     query, key, value = random_inputs(meta.capacity.tokens)
@@ -447,7 +461,7 @@ def op_arguments(
         return grad, query, key, value, *tree, SCALE, 0
     pool = random_pool(meta, key)
     pages = (meta.segment_starts, meta.segment_pages, meta.page_table)
-    return query, key, value, pool, *tree, *pages, meta.row_segments, [], SCALE, 0, 3
+    return query, key, value, pool, *tree, *pages, meta.row_segments, [], SCALE, 0, 3, True
 
 
 OPS = ("fork_attention", "fork_attention_backward", "fork_attention_paged")

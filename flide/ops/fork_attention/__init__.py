@@ -36,7 +36,7 @@ torch.library.define(
     "flide::fork_attention_paged",
     f"(Tensor query, Tensor key, Tensor value, Tensor(a!) kv_pool, {_TREE}, Tensor segment_starts,"
     " Tensor segment_pages, Tensor page_table, Tensor row_segments, Tensor[] schedule, float scale, int window,"
-    " int depth) -> Tensor",
+    " int depth, bool write) -> Tensor",
 )
 
 
@@ -87,6 +87,7 @@ def fork_attention_paged(
     query_rows: Tensor | None = None,
     schedule: ForkSchedule | None = None,
     depth: int = MAX_DEPTH,
+    write: bool = True,
 ) -> Tensor:
     """Attention whose trunks live in a paged pool; not differentiable.
 
@@ -98,6 +99,7 @@ def fork_attention_paged(
         row_segments: ``[T]`` int32 segment of each row, -1 for padding.
         schedule: work lists of the kernels, made for ``group = N / M``; needed on CUDA.
         depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
+        write: False where the pool holds the new rows already, because another layer wrote the same keys and values.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query_QNH, key_TMH, value_TMH)):
         raise RuntimeError("attention through a KV pool has no gradient: train without pools")
@@ -117,16 +119,19 @@ def fork_attention_paged(
         scale,
         window,
         depth,
+        write,
     )
 
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels
 
 
-def unsupported(head_dim: int, *, window: int = 0) -> str | None:
+def unsupported(head_dim: int, *, window: int = 0, write: bool = True) -> str | None:
     """Why the CUDA kernels cannot serve a layer, or None."""
     if window:
         return "fork attention has no CUDA kernel for sliding windows yet"
+    if not write:
+        return "fork attention has no CUDA kernel for keys and values that another layer wrote yet"
     if head_dim not in HEAD_DIMS:
         return f"fork attention has no CUDA kernel for head_dim {head_dim}; supported: {HEAD_DIMS}"
     return None
@@ -171,6 +176,7 @@ def _(
     scale,
     window,
     depth,
+    write,
 ):
     return fork_attention_reference(
         query,
@@ -185,6 +191,7 @@ def _(
         kv_pool=kv_pool,
         segment_pages=segment_pages,
         page_table=page_table,
+        write=write,
     )
 
 
@@ -205,10 +212,11 @@ def _(
     scale,
     window,
     depth,
+    write,
 ):
     from flide.ops.fork_attention.triton import fork_attention_triton
 
-    problem = unsupported(query.shape[2], window=window)
+    problem = unsupported(query.shape[2], window=window, write=write)
     if problem:
         raise ValueError(problem)
     return fork_attention_triton(

@@ -32,11 +32,12 @@ def fork_attention_reference(
     kv_pool: Tensor | None = None,
     segment_pages: Tensor | None = None,
     page_table: Tensor | None = None,
+    write: bool = True,
 ) -> Tensor:
     """Attention of every query row over its own path; see the ops in ``fork_attention/__init__.py`` for the arguments.
 
-    With ``kv_pool`` ([pages, 2, M, PAGE, H]) a trunk's new keys and values are first written to its pages and the whole
-    trunk, cached and new, is then read from there. Computes in float32 (float64 for float64 inputs).
+    With ``kv_pool`` ([pages, 2, M, PAGE, H]) trunks, cached part and new, are read from their pages; their new keys and
+    values are written there first, if ``write``. Computes in float32 (float64 for float64 inputs).
     """
     segments = read_segments(segment_offsets, segment_parents)
     starts = [0] * len(segments) if segment_starts is None else segment_starts.tolist()
@@ -46,7 +47,7 @@ def fork_attention_reference(
         assert page_table is not None
         pages = _Pages(kv_pool, segment_pages.tolist(), page_table.tolist())
         for i, s in enumerate(segments):
-            if s.level == 0 and len(s):
+            if write and s.level == 0 and len(s):
                 pages.write(i, starts[i], key_TMH[s.begin : s.end], value_TMH[s.begin : s.end])
 
     out_rows, outs = [], []

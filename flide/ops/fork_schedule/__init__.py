@@ -32,12 +32,12 @@ _OUTPUTS = ", ".join(["Tensor"] * len(ForkSchedule._fields))
 torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int group) -> ({_OUTPUTS})")
 
 
-def fork_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkSchedule:
+def fork_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int) -> ForkSchedule:
     """The schedule of one stream.
 
     Args:
         meta: the stream.
-        conv_width: taps of the model's short convolution.
+        conv_width: taps of the model's short convolution; 1 where it has none.
         group: query heads per key/value head; with the device's launch table it says how many rows a tile holds.
     """
     return ForkSchedule(*torch.ops.flide.fork_schedule(*schedule_inputs(meta), conv_width, group))
@@ -57,7 +57,7 @@ def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
     )
 
 
-def with_schedule(meta: ForkMetadata, *, conv_width: int, group: int) -> ForkMetadata:
+def with_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int) -> ForkMetadata:
     """The metadata with its schedule on a GPU; unchanged elsewhere, where the references read the segments."""
     if not meta.arena.is_cuda:
         return meta
