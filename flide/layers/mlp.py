@@ -1,4 +1,4 @@
-"""Gated MLP. Shapes: T rows, D hidden size."""
+"""Gated MLP. Shapes: T rows, D hidden size, I intermediate size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flide.layers.merge import MergedLinear, merge
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, without biases."""
+    """``down(silu(gate(x)) * up(x))``, without biases. Subclasses change the activation (:meth:`activate`)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -23,7 +23,10 @@ class GatedMLP(nn.Module):
             gate, up = self.merged(hidden_states_TD)
         else:
             gate, up = self.gate_proj(hidden_states_TD), self.up_proj(hidden_states_TD)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activate(gate) * up)
+
+    def activate(self, gate_TI: Tensor) -> Tensor:
+        return F.silu(gate_TI)
 
     def merge_projections(self) -> None:
         """One product for gate and up; see ``flide.layers.merge``."""

@@ -44,20 +44,24 @@ class RMSNorm(nn.Module):
         size: D.
         eps: added to the mean square, inside the root.
         offset: 1 for families that store zero-centred weights (Qwen3.5), 0 for plain ones.
+        elementwise_affine: False where there is no weight.
     """
 
-    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0, elementwise_affine: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if elementwise_affine else None
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * (self.offset + self.weight.float())).to(x.dtype)
+        if self.weight is not None:
+            y = y * (self.offset + self.weight.float())
+        return y.to(x.dtype)
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
 
 
 class GatedRMSNorm(KeepFloat32):

@@ -34,20 +34,32 @@ class RotaryEmbedding(KeepFloat32):
         rotary_dim: R, rotated channels of each head (the first R).
         theta: base of the frequencies.
         sections: frequencies per axis (time, height, width); None for plain RoPE on the time axis.
+        num_frequencies: only so many pairs turn, the first ones, and the others stand still (proportional RoPE); None
+            for all.
     """
 
     float32_names = ("inv_freq_F",)
     inv_freq_F: Tensor
     axis_F: Tensor
 
-    def __init__(self, rotary_dim: int, theta: float, *, sections: tuple[int, int, int] | None = None) -> None:
+    def __init__(
+        self,
+        rotary_dim: int,
+        theta: float,
+        *,
+        sections: tuple[int, int, int] | None = None,
+        num_frequencies: int | None = None,
+    ) -> None:
         super().__init__()
         exponent_F = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         axis_F = torch.zeros(rotary_dim // 2, dtype=torch.long, device="cpu")
         if sections is not None:
             axis_F[1 : 3 * sections[1] : 3] = 1
             axis_F[2 : 3 * sections[2] : 3] = 2
-        self.register_buffer("inv_freq_F", 1.0 / theta**exponent_F, persistent=False)
+        inv_freq_F = 1.0 / theta**exponent_F
+        if num_frequencies is not None:
+            inv_freq_F[num_frequencies:] = 0
+        self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
         self.register_buffer("axis_F", axis_F, persistent=False)
 
     def forward(self, positions_3T: Tensor) -> RotaryTables:

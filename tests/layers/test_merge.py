@@ -171,6 +171,13 @@ class TestSubclasses:
         for out in self.ways(mixer, meta):
             assert relative_error(out, expected) <= FP32_RELATIVE
 
+    def test_an_attention_whose_values_are_its_keys(self, meta: ForkMetadata) -> None:
+        mixer = randomised(ForkAttention(32, 4, 2, 16, value_proj=False))
+        expected, *others = self.ways(mixer, meta)
+        assert mixer.merged.weight.shape == (4 * 16 + 2 * 16, 32)
+        for out in others:
+            assert relative_error(out, expected) <= FP32_RELATIVE
+
     def test_adapters_keep_projections_apart(self, meta: ForkMetadata) -> None:
         mixer = Apart(32, 2, 4, 8, 12)
         add_lora(mixer, rank=2, scale=1.0, generator=torch.Generator(), targets=["k"])

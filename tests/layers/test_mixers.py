@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flide.layers import (
     ForkAttention,
+    ForkAttentionReader,
     ForkGatedDeltaNet,
     GatedForkAttention,
     RMSNorm,
@@ -63,6 +64,15 @@ class SharedKeyValue(ForkAttention):
         return key_TMH, key_TMH
 
 
+class OneProjection(ForkAttention):
+    """Differences from ForkAttention: there is no ``v_proj``; queries, keys and values pass norms."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, value_proj=False, **options)
+        self.q_norm, self.k_norm = RMSNorm(self.head_dim, 1e-6), RMSNorm(self.head_dim, 1e-6)
+        self.v_norm = RMSNorm(self.head_dim, 1e-6, elementwise_affine=False)
+
+
 class BiasedAttention(ForkAttention):
     """Differences from ForkAttention: the query projection has a bias."""
 
@@ -83,6 +93,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "gated_window": lambda: attention(GatedForkAttention, window=3),
     "normed": lambda: attention(NormedAttention),
     "shared_key_value": lambda: attention(SharedKeyValue),
+    "one_projection": lambda: attention(OneProjection),
     "biased": lambda: attention(BiasedAttention),
     "delta": lambda: ForkGatedDeltaNet(SIZE, 2, 4, 8, 12),
     "delta_width_2": lambda: ForkGatedDeltaNet(SIZE, 1, 4, 8, 4, conv_width=2, beta_scale=2.0),
@@ -119,7 +130,9 @@ def test_query_rows_select_from_the_full_computation(make: Callable[[], nn.Modul
 
 @pytest.mark.parametrize("window", [0, 3, 64])
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "unrotated"])
-@pytest.mark.parametrize("kind", [ForkAttention, NormedAttention, SharedKeyValue, BiasedAttention, GatedForkAttention])
+@pytest.mark.parametrize(
+    "kind", [ForkAttention, NormedAttention, SharedKeyValue, OneProjection, BiasedAttention, GatedForkAttention]
+)
 def test_attention_is_projection_then_path_attention(kind: type[ForkAttention], rotated: bool, window: int) -> None:
     meta = pack([(5, [3, (66, [1, 4])]), (2, [1])], padding=2)
     mixer = randomised(attention(kind, window=window))
@@ -130,8 +143,11 @@ def test_attention_is_projection_then_path_attention(kind: type[ForkAttention], 
     if kind is GatedForkAttention:
         query, gate = query[..., :HEAD_DIM], query[..., HEAD_DIM:]
     key = (hidden @ mixer.k_proj.weight.T).unflatten(-1, (KV_HEADS, HEAD_DIM))
-    value = key if kind is SharedKeyValue else (hidden @ mixer.v_proj.weight.T).unflatten(-1, (KV_HEADS, HEAD_DIM))
-    if kind is NormedAttention:
+    values_are_keys = kind in (SharedKeyValue, OneProjection)
+    value = key if values_are_keys else (hidden @ mixer.v_proj.weight.T).unflatten(-1, (KV_HEADS, HEAD_DIM))
+    if kind is OneProjection:
+        value = nn.functional.rms_norm(value, (HEAD_DIM,), None, 1e-6)
+    if kind in (NormedAttention, OneProjection):
         query, key = (
             nn.functional.rms_norm(x, (HEAD_DIM,), norm.weight, 1e-6)
             for x, norm in ((query, mixer.q_norm), (key, mixer.k_norm))
@@ -152,6 +168,30 @@ def test_window_hides_what_lies_before_it() -> None:
     changed[:8] += 1
     assert torch.equal(narrow(hidden, rotary, meta)[10], narrow(changed, rotary, meta)[10])
     assert not torch.equal(wide(hidden, rotary, meta)[10], wide(changed, rotary, meta)[10])
+
+
+@small_trees
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_reader_attends_to_what_another_layer_wrote(shapes: list[Shape], window: int) -> None:
+    """As a layer does that has written the same keys and values, all rows or some; pools are left alone."""
+    pages = shuffled_pages([length for length, _ in shapes], pool_pages=POOL_PAGES)
+    meta = pack(shapes, padding=3, caches=[TrunkCache(pages=p) for p in pages])
+    writer = randomised(attention(NormedAttention, window=window))
+    reader = ForkAttentionReader(SIZE, HEADS, HEAD_DIM, window=window)
+    reader.q_norm = RMSNorm(HEAD_DIM, 1e-6)
+    reader.requires_grad_(False).load_state_dict({k: v for k, v in writer.state_dict().items() if k[0] in "qo"})
+    hidden, rotary = round_of(meta)
+    expected = writer(hidden, rotary, meta)
+    for pooled in (False, True):
+        if pooled:
+            allocate_pools(writer, pages=POOL_PAGES, slots=2)
+            writer(hidden, rotary, meta)
+        _, key, value = writer.project(hidden, None)
+        key_value = writer.key_value(key, value, rotary)
+        assert torch.equal(reader(hidden, rotary, key_value, meta), expected)
+        rows = meta.readout_rows
+        selected = reader(hidden[rows], rotary.select(rows), key_value, meta, rows)
+        assert relative_error(selected, expected[rows]) <= FP32_RELATIVE
 
 
 @small_trees

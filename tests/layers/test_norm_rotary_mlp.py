@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Gemma4TextConfig
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from flide.layers import (
@@ -17,6 +19,7 @@ from flide.layers import (
     RMSNorm,
     RotaryEmbedding,
     RotaryTables,
+    ScaledEmbedding,
     apply_rotary,
 )
 from flide.layers.residual import add_residual
@@ -70,6 +73,13 @@ def test_rms_norm_without_offset_is_the_plain_one() -> None:
     assert_rounded_alike(norm(x), nn.functional.rms_norm(x, (SIZE,), norm.weight, 1e-6))
 
 
+def test_rms_norm_without_weight_is_the_plain_one() -> None:
+    norm, x = RMSNorm(SIZE, 1e-2, elementwise_affine=False), randn(ROWS, SIZE)
+    norm.reset_parameters()
+    assert not [*norm.parameters()]
+    assert_rounded_alike(norm(x), nn.functional.rms_norm(x, (SIZE,), None, 1e-2))
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_reset_rms_norm_only_normalises(offset: float) -> None:
     norm = RMSNorm(SIZE, 0.0, offset=offset)
@@ -102,6 +112,47 @@ def test_mlp_matches_transformers() -> None:
     same_weights(ours, theirs)
     x = randn(ROWS, config.hidden_size)
     assert_rounded_alike(ours(x), theirs(x))
+
+
+def test_mlp_subclass_may_change_the_activation() -> None:
+    class Tanh(GatedMLP):
+        def activate(self, gate_TI: Tensor) -> Tensor:
+            return gate_TI.tanh()
+
+    mlp, x = Tanh(8, 12), randn(ROWS, 8)
+    expected = mlp.down_proj(mlp.gate_proj(x).tanh() * mlp.up_proj(x))
+    assert torch.equal(mlp(x), expected)
+    mlp.merge_projections()
+    assert_rounded_alike(mlp(x), expected)
+
+
+@pytest.mark.parametrize("size", [1536, 2560, 3840, 2816, 5376, 256])
+def test_embedding_scale_is_rounded_as_in_transformers(size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        theirs = gemma4.Gemma4TextScaledWordEmbedding(7, 4, 0, embed_scale=size**0.5).to(dtype)
+        theirs.weight.data.copy_(randn(7, 4))
+        ours = ScaledEmbedding(7, 4, size**0.5).to(dtype)
+        same_weights(theirs, ours)
+        assert torch.equal(ours(torch.arange(7)), theirs(torch.arange(7)))
+    assert ScaledEmbedding(7, 4, 1536**0.5).scales[torch.bfloat16] == 39.25
+
+
+def test_proportional_rotary_matches_transformers() -> None:
+    """Only a quarter of the pairs turns; they are pairs of the whole head."""
+    config = Gemma4TextConfig(num_hidden_layers=6)
+    theirs = gemma4.Gemma4TextRotaryEmbedding(config)
+    ours = {
+        "sliding_attention": RotaryEmbedding(256, 1e4),
+        "full_attention": RotaryEmbedding(512, 1e6, num_frequencies=64),
+    }
+    positions = torch.cat([torch.arange(300), 100_000 + torch.arange(9)])[None]
+    for kind, rotary in ours.items():
+        tables, heads = rotary(positions.expand(3, -1)), randn(309, 2, 2 * rotary.inv_freq_F.numel())
+        cos, sin = theirs(heads, positions, kind)
+        assert torch.equal(tables.cos_TF, cos[0, :, : cos.shape[-1] // 2])
+        expected = gemma4.apply_rotary_pos_emb(heads[None], cos, sin, unsqueeze_dim=2)[0]
+        assert_rounded_alike(apply_rotary(heads, tables), expected)
+    assert torch.equal(apply_rotary(heads, tables)[..., 64:256], heads[..., 64:256])
 
 
 def rope(name: str) -> tuple[RotaryEmbedding, Any, int]:
