@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -97,7 +98,7 @@ def tiny(pre_tokenizer: Any = None, *, normalizer: Any = None) -> Tokenizer:
     return tokenizer
 
 
-def gemma_like(*, merges_blanks: bool = False) -> Tokenizer:
+def gemma_like(letters: str = string.ascii_lowercase, *, merges_blanks: bool = False) -> Tokenizer:
     """BPE over whole texts: blanks become U+2581 and no pre-tokenizer splits. Where entries have blanks inside
     (``merges_blanks``), which Gemma's do not, texts can be cut nowhere."""
     tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -107,9 +108,7 @@ def gemma_like(*, merges_blanks: bool = False) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False, max_token_length=6)
-    tokenizer.train_from_iterator(
-        ["the order is late. a b  word.   user assistant\n\n", *"abcdefghijklmnopqrstuvwxyz"], trainer
-    )
+    tokenizer.train_from_iterator(["the order is late. a b  word.   user assistant\n\n", *letters], trainer)
     fields = json.loads(tokenizer.to_str())
     fields["added_tokens"], fields["pre_tokenizer"] = [], None
     tokenizer = Tokenizer.from_str(json.dumps(fields))

@@ -23,7 +23,10 @@ LIMITS = {
     "full_attention_interval": 1024,
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
+    "num_global_key_value_heads": 1024,
     "head_dim": 4096,
+    "global_head_dim": 4096,
+    "vocab_size_per_layer_input": 1 << 22,
     "linear_num_key_heads": 1024,
     "linear_num_value_heads": 1024,
     "linear_key_head_dim": 4096,
@@ -86,6 +89,12 @@ class ConfigReader:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
             raise CheckpointError(f"{self.name}: {key} must be an integer from 1 to {limit}, got {_show(value)}")
         return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """As :meth:`size`, or 0."""
+        value = self.fields.get(key)
+        value = default if value is None else value
+        return 0 if value == 0 and isinstance(value, int) and not isinstance(value, bool) else self.size(key, default)
 
     def number(self, key: str, default: float | None = None, *, fields: Mapping[str, Any] | None = None) -> float:
         """A positive finite number."""

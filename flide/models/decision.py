@@ -17,7 +17,7 @@ from flide.errors import CheckpointError
 from flide.heads.files import load_head, save_head
 from flide.heads.head import Head
 from flide.heads.kinds import softcapped
-from flide.layers.attention import ForkAttention
+from flide.layers.attention import ForkAttention, ForkAttentionReader
 from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.layers.mlp import GatedMLP
 from flide.layers.norm import KeepFloat32
@@ -67,7 +67,8 @@ class ForDecision(nn.Module):
         model_class: made from the config; has ``embed_tokens`` and a ``forward`` with the arguments of ours. None for a
             family that makes its modules, and runs them, itself.
         renames: (pattern, replacement) from stored keys to parameter names.
-        ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction).
+        ignored: patterns of stored keys of parts the model leaves out (vision tower, multi-token prediction). What a
+            config makes useless besides is said by :meth:`unused_keys`.
         joined: (name, parts) of tensors that a checkpoint may store in parts, as ``match_tensors`` takes them.
         lm_head: ``[vocab, D]`` projection whose rows score option labels.
         head: what reads options out of hidden rows; None for the labels' rows of ``lm_head``. See ``flide.heads``.
@@ -243,6 +244,8 @@ class ForDecision(nn.Module):
             problem = None
             if isinstance(module, ForkAttention):
                 problem = attention_unsupported(module.head_dim, window=module.window)
+            elif isinstance(module, ForkAttentionReader):
+                problem = attention_unsupported(module.head_dim, window=module.window, write=False)
             elif isinstance(module, ForkGatedDeltaNet):
                 problem = delta_unsupported(module.key_dim, module.value_dim)
             if problem:
@@ -278,9 +281,13 @@ class ForDecision(nn.Module):
             self.checkpoint_tensors(),
             stored,
             renames=self.renames,
-            ignored=(*self.ignored, *tied),
+            ignored=(*self.ignored, *self.unused_keys(), *tied),
             joined=self.joined,
         )
+
+    def unused_keys(self) -> tuple[str, ...]:
+        """Patterns of stored keys that published files hold though a model of this config has no use for them."""
+        return ()
 
     @classmethod
     def on_meta(cls, config: Any) -> Self:
