@@ -371,12 +371,19 @@ class TestCheckpoints:
             Gemma4ForDecision.from_pretrained(tmp_path)
 
     def test_both_ways_to_write_the_sizes_of_full_attention(self) -> None:
-        """By name, as published, and layer by layer, as transformers 5.24 does."""
+        """By name, as published, and layer by layer, as transformers does since 5.24."""
         for variant in VARIANTS:
-            by_layer = tiny_config(variant).to_dict()
-            assert "per_layer_config" in by_layer
-            assert "global_head_dim" not in by_layer
-            assert Gemma4Config.from_hf(published(variant)) == Gemma4Config.from_hf(by_layer)
+            named = published(variant)
+            by_layer = {key: value for key, value in named.items() if "global" not in key}
+            sizes = {"head_dim": named["global_head_dim"]}
+            if "num_global_key_value_heads" in named:
+                sizes["num_key_value_heads"] = named["num_global_key_value_heads"]
+            full = [i for i, kind in enumerate(named["layer_types"]) if kind == FULL]
+            by_layer["per_layer_config"] = {str(i): sizes for i in full}
+            expected = Gemma4Config.from_hf(named)
+            assert Gemma4Config.from_hf(by_layer) == expected
+            assert Gemma4Config.from_hf(tiny_config(variant)) == expected
+            assert Gemma4Config.from_hf(expected.to_hf()) == expected
 
     @pytest.mark.parametrize(
         ("changes", "named"),
