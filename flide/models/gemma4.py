@@ -87,7 +87,9 @@ class Gemma4Config:
         for key in ("head_dim", "global_head_dim"):
             if read.size(key) % 2:
                 raise CheckpointError(f"Gemma 4 config: {key} must be even")
-        layer_types = read.layer_types((SLIDING, FULL), _layer_types(read.size("num_hidden_layers")))
+        default = [SLIDING if (i + 1) % PERIOD else FULL for i in range(read.size("num_hidden_layers"))]
+        # transformers makes the last layer one of full attention, whatever the config says.
+        layer_types = (*read.layer_types((SLIDING, FULL), default)[:-1], FULL)
         num_shared = read.count("num_kv_shared_layers", 0)
         if num_shared >= len(layer_types) or set(layer_types) != set(layer_types[: len(layer_types) - num_shared]):
             raise CheckpointError(f"Gemma 4 config: num_kv_shared_layers={num_shared} leaves no layer to read from")
@@ -131,11 +133,6 @@ class Gemma4Config:
         }
 
 
-def _layer_types(num_layers: int) -> list[str]:
-    """What a config means that does not say."""
-    return [FULL if (i + 1) % PERIOD == 0 or i + 1 == num_layers else SLIDING for i in range(num_layers)]
-
-
 def _with_global_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with RoPE parameters, and with the sizes of full attention under the names of published files.
 
@@ -151,11 +148,8 @@ def _with_global_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     types = fields.get("layer_types")
     full = {str(i) for i, kind in enumerate(types) if kind == FULL} if isinstance(types, list | tuple) else set()
     sizes: list[Any] = list(layers.values()) if isinstance(layers, Mapping) and set(map(str, layers)) == full else []
-    if (
-        not all(isinstance(size, Mapping) and size == sizes[0] for size in sizes)
-        or not sizes
-        or (not set(sizes[0]) <= {"head_dim", "num_key_value_heads"})
-    ):
+    known = {"head_dim", "num_key_value_heads"}
+    if not sizes or not all(isinstance(size, Mapping) and size == sizes[0] and set(size) <= known for size in sizes):
         raise CheckpointError(
             "Gemma 4 config: per_layer_config must give the layers of full attention, and no others, one head_dim and"
             " num_key_value_heads"
@@ -231,10 +225,9 @@ class Gemma4Layer(nn.Module):
 
     def __init__(self, config: Gemma4Config, index: int) -> None:
         super().__init__()
-        self.layer_type = config.layer_types[index]
         self.is_reader = index >= len(config.layer_types) - config.num_kv_shared_layers
         attention = Gemma4AttentionReader if self.is_reader else Gemma4Attention
-        self.self_attn = attention(config, self.layer_type)
+        self.self_attn = attention(config, config.layer_types[index])
         is_wide = self.is_reader and config.use_double_wide_mlp
         self.mlp = Gemma4MLP(config.hidden_size, config.intermediate_size * (2 if is_wide else 1))
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -305,6 +298,8 @@ class Gemma4Model(nn.Module):
         )
         self.per_layer_size = config.hidden_size_per_layer_input
         if self.per_layer_size:
+            # The table (4.7 GB of E2B) lies with the other weights. Rows of it are needed once a stream: it could stay
+            # in host memory, if they were gathered before a graph is replayed.
             width = num_layers * self.per_layer_size
             self.embed_tokens_per_layer = ScaledEmbedding(
                 config.vocab_size_per_layer_input, width, self.per_layer_size**0.5
@@ -315,7 +310,8 @@ class Gemma4Model(nn.Module):
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]``; from the last layer that writes keys and values on, nothing is computed but
         what the readout rows need."""
-        metas = {kind: with_schedule(meta, group=group) for kind, group in self.groups.items()}
+        schedules = {group: with_schedule(meta, group=group) for group in {*self.groups.values()}}
+        metas = {kind: schedules[group] for kind, group in self.groups.items()}
         rotary = {SLIDING: self.rotary(meta.positions), FULL: self.global_rotary(meta.positions)}
         x = self.embed_tokens(tokens_T)
         per_layer = self.per_layer_inputs(tokens_T, x)

@@ -423,6 +423,10 @@ class TestCheckpoints:
         assert config.layer_types == (*[SLIDING] * 5, FULL, FULL)
         assert (config.rope_theta, config.global_rope_theta, config.partial_rotary_factor) == (1e4, 1e6, 0.25)
         assert (config.global_head_dim, config.hidden_size_per_layer_input) == (512, 256)
+        sliding = Gemma4Config.from_hf({**fields, "num_hidden_layers": 2, "layer_types": [SLIDING] * 2})
+        assert sliding.layer_types == tuple(
+            tiny_config("12b", num_hidden_layers=2, layer_types=[SLIDING] * 2).layer_types
+        )
         unified = Gemma4Config.from_hf({**fields, "model_type": "gemma4_unified_text"})
         assert unified.hidden_size_per_layer_input == 0
 
