@@ -20,15 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from flide.layers import ForkAttentionReader
 from flide.layers.merge import MergedLinear
-from flide.runtime import ForkMetadata, TokenTree
+from flide.models.decision import ForDecision
+from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.capacity import smallest_that_holds
 from flide.runtime.config import GRAPH_MODES, EngineConfig
 from flide.runtime.decision import Decision, joined
@@ -37,11 +39,10 @@ from flide.runtime.metadata import PAGE_SIZE
 from flide.runtime.request import Choice, DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.worker import Job, Worker
-from scripts.random_models import random_model
+from scripts.random_models import SIZES, config_of, random_model
 from scripts.workloads import FIXED, SEEDED, Shape, realistic
 
-CONFIGS = Path(__file__).parent / "configs"
-LARGEST_ROUND = {"9b": 8192, "27b": 8192}  # rows; 16,384 for smaller models
+LARGEST_ROUND = dict.fromkeys(("9b", "27b", "12b", "31b"), 8192)  # rows; 16,384 for smaller models
 OPTIONS, LABELS = 26, 255  # of a question of the parity check; label rows
 # Largest distance (total variation) of an answer from that of its isolated prompt, relative to what a small fault would
 # make: the last page of the trunk (64 tokens) replaced by other tokens. Rounding in bfloat16 makes about a quarter.
@@ -194,22 +195,36 @@ def _back_to_back(run: Callable[[], object], *, seconds: float = 0.5) -> float:
     return statistics.median(groups[1:])
 
 
-@torch.inference_mode()
-def products_ms(model: nn.Module, rows: int) -> float:
-    """The model's matrix products alone, on that many rows, captured: what no engine gets under at this precision.
+def products(model: ForDecision, rows: int, readouts: int) -> list[tuple[str, int]]:
+    """The matrix products of one forward pass: (module, rows that it is applied to), in order.
 
-    The last layer is counted whole, the readout not at all.
+    Where the last layers read what others wrote, rows are those that somebody reads: behind the last layer that writes
+    keys and values, the readout rows. Else the last layer is counted whole. The readout is not counted at all.
     """
-    merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
-    inside = {weight.data_ptr() for module in merged for weight in module.weight.split(module.sizes)}
-    head = model.get_submodule("lm_head").weight
-    plain = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.data_ptr() not in inside]
-    weights = [m.weight for m in (*merged, *plain) if m.weight is not head]
-    inputs = {n: torch.randn(rows, n, device="cuda", dtype=head.dtype) for n in {w.shape[1] for w in weights}}
+    cut = any(isinstance(module, ForkAttentionReader) for module in model.modules())
+    found: list[tuple[str, int]] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fake = type(model).from_config(model.config)
+        fake.merge_projections()
+        for name, module in fake.named_modules():
+            if isinstance(module, nn.Linear | MergedLinear):
+                module.register_forward_pre_hook(lambda _, inputs, name=name: found.append((name, len(inputs[0]))))
+        meta = ForkMetadata.allocate(StreamCapacity(rows, 2, readouts))
+        fake(meta.tokens, meta, selective_readout=cut)
+    return found
+
+
+@torch.inference_mode()
+def products_ms(model: ForDecision, rows: int, readouts: int) -> float:
+    """The model's matrix products alone, captured: what no engine gets under at this precision."""
+    weights = [(model.get_submodule(name).weight, count) for name, count in products(model, rows, readouts)]
+    like = model.lm_head.weight
+    shapes = {(count, weight.shape[1]) for weight, count in weights}
+    inputs = {shape: torch.randn(shape, device="cuda", dtype=like.dtype) for shape in shapes}
 
     def run() -> None:
-        for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
+        for weight, count in weights:
+            F.linear(inputs[count, weight.shape[1]], weight)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -227,8 +242,9 @@ def measure(bench: Bench, name: str, shapes: list[Shape]) -> dict[str, Any]:
     result |= bench.latency(requests)
     result |= bench.saturated(requests, result["p50_ms"])
     if len(shapes) == 1:
-        rows = requests[0].needed.tokens
-        result |= {"gpu_ms": bench.gpu_ms(requests[0]), "products_ms": products_ms(bench.model, rows)}
+        needed = requests[0].needed
+        least = products_ms(bench.model, needed.tokens, needed.readouts)
+        result |= {"gpu_ms": bench.gpu_ms(requests[0]), "products_ms": least}
         if result["gpu_ms"] is not None:
             result["ratio"] = result["gpu_ms"] / result["products_ms"]
     shown = "  ".join(f"{key} {value:.4g}" for key, value in result.items() if value is not None)
@@ -238,7 +254,7 @@ def measure(bench: Bench, name: str, shapes: list[Shape]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="0.8B", help="0.8B, 2B, 4B, 9B or 27B")
+    parser.add_argument("--size", default="0.8b", type=str.lower, choices=SIZES)
     parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join({*FIXED, *SEEDED})}")
     parser.add_argument("--seeded", type=int, default=64, help="realistic requests per workload; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
@@ -261,11 +277,10 @@ def main() -> int:
         fork=not arguments.no_fork,
         selective_readout=not arguments.no_selective_readout,
         max_round_requests=1 if arguments.no_flat_rounds else None,
-        max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size.lower()),
+        max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size),
     )
     print(torch.cuda.get_device_name(), "torch", torch.__version__, config, flush=True)
-    fields = json.loads((CONFIGS / f"qwen3.5-{arguments.size.lower()}.json").read_text())
-    bench = Bench(fields, config, seed=arguments.seed)
+    bench = Bench(config_of(arguments.size), config, seed=arguments.seed)
     bench.start(workloads)
     report = asdict(bench.streams.report)
     print("ready", {key: round(value, 2) for key, value in report.items()}, flush=True)

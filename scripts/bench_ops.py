@@ -77,7 +77,7 @@ def bench(workload: str, size: str) -> dict[str, float | None]:
     scratch = torch.empty(1, heads, 128, 128, device="cuda")
     query, key, value = randn(rows, query_heads, 256), randn(rows, kv_heads, 256), randn(rows, kv_heads, 256)
     kv_pool = randn(len(pages), 2, kv_heads, PAGE_SIZE, 256)
-    schedule = fork_schedule(meta, conv_width=4, group=group)
+    schedule = fork_schedule(meta, conv_width=4, group=group, head_dim=256)
 
     def delta() -> Tensor:
         slots = meta.row_segments, meta.initial_slots, meta.final_slots
@@ -97,7 +97,7 @@ def bench(workload: str, size: str) -> dict[str, float | None]:
         exact = fork_attention_reference(*doubles, query_rows, *tree, scale=1 / 16, window=0)
         ratios[name] = error_ratio(attention(query_rows), exact)
     runs: dict[str, Callable[[], object]] = {
-        "schedule": lambda: fork_schedule(meta, conv_width=4, group=group),
+        "schedule": lambda: fork_schedule(meta, conv_width=4, group=group, head_dim=256),
         "delta": delta,
         "attention": attention,
         "attention_readout": lambda: attention(meta.readout_rows),

@@ -45,7 +45,7 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
     found: dict[str, tuple[Any, dict[str, Any], int]] = {}
     for segments in (16, 2048):
         constants = {"SP": segments, "QP": min(1024, segments), "W": 4, "SAVES": MAX_SAVES, "L": CHUNK}
-        constants |= {"BQ": table.query_block(4), "DEPTH": MAX_DEPTH, "B": schedule.ROWS}
+        constants |= {"BQ": table.attention.query_block(4), "DEPTH": MAX_DEPTH, "B": schedule.ROWS}
         found[f"schedule, {segments} segments"] = schedule._fork_schedule_kernel, constants, 8
     for heads, key_heads, key_dim, value_dim in ((16, 16, 128, 128), (48, 16, 128, 128), (30, 30, 96, 192)):
         for cache in (False, True):
@@ -68,25 +68,40 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
             sizes = {name: size for name, size in head_sizes(key_dim, value_dim).items() if name != "VP"}
             scan = {"N": heads, "E": heads, **sizes, **constants}
             found[f"{name}, {kind}"] = delta._scan_kernel, scan, table.scan_warps
-    for group, head_dim in ((4, 256), (6, 256), (1, 128)):
+    for group, head_dim, window in (
+        *((4, 256, 0), (6, 256, 0), (1, 128, 0)),
+        *((8, 256, 512), (4, 256, 512), (2, 256, 1024)),
+        *((8, 512, 0), (4, 512, 0), (16, 512, 0)),
+    ):
+        launch = table.attention_of(head_dim)
         for rows in (False, True):
             for depth in (2, 3):
                 constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": head_dim, "PAGE": PAGE_SIZE}
-                constants |= {"BQ": table.query_block(group), "BN": table.key_block, "STAGES": table.attention_stages}
-                constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32"}
+                constants |= {"BQ": launch.query_block(group), "BN": launch.key_block, "STAGES": launch.stages}
+                constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32", "WINDOW": window}
                 constants |= {"SPLITS": attention.READOUT_SPLITS if rows else 1}
-                name = f"attention, group {group}, {'some' if rows else 'all'} rows, depth {depth}"
-                found[name] = attention._fork_attention_kernel, constants, table.attention_warps
-    constants = {"M": 2, "N": 8, "H": 256, "PAGE": PAGE_SIZE, "B": 16, "HAS_ROWS": False}
-    found["write pages"] = attention._write_pages_kernel, constants, 4
-    constants = {"N": 8, "H": 256, "SPLITS": attention.READOUT_SPLITS}
-    found["combine readouts"] = attention._combine_kernel, constants, 1
-    constants = {"N": 8, "H": 256, "F": 32, "B": norm_rotary.HEADS}
-    found["norm and rotary"] = norm_rotary._norm_rotary_kernel, constants, norm_rotary.WARPS
+                name = f"attention{heads_of_size(head_dim)}, group {group}, {'some' if rows else 'all'} rows"
+                name += f"{f', window {window}' if window else ''}, depth {depth}"
+                found[name] = attention._fork_attention_kernel, constants, launch.warps
+    for head_dim, rotated in ((256, 32), (256, 128), (512, 256)):
+        size = heads_of_size(head_dim)
+        constants = {"M": 2, "N": 8, "H": head_dim, "PAGE": PAGE_SIZE, "B": 16, "HAS_ROWS": False}
+        for write in (True, False):
+            kernel = attention._write_pages_kernel, constants | {"WRITE": write}, 4
+            found[f"write pages{size}" if write else f"zeros of padding{size}"] = kernel
+        constants = {"N": 8, "H": head_dim, "SPLITS": attention.READOUT_SPLITS}
+        found[f"combine readouts{size}"] = attention._combine_kernel, constants, attention.combine_warps(head_dim)
+        constants = {"N": 8, "H": head_dim, "F": rotated, "B": norm_rotary.HEADS}
+        kind = "norm and rotary" if rotated == 32 else f"norm and rotary of {rotated} pairs"
+        found[kind] = norm_rotary._norm_rotary_kernel, constants, norm_rotary.WARPS
     for heads, value_dim in ((16, 128), (48, 128), (30, 192)):
         constants = {"N": heads, "V": value_dim, "VP": triton.next_power_of_2(value_dim), "B": gated_norm.HEADS}
         found[f"gated norm, {heads} heads"] = gated_norm._gated_norm_kernel, constants, gated_norm.WARPS
     return found
+
+
+def heads_of_size(head_dim: int) -> str:
+    return f" of {head_dim}" if head_dim > 256 else ""
 
 
 def head_sizes(key_dim: int, value_dim: int) -> dict[str, int]:

@@ -22,25 +22,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from torch.fx.experimental import _config as symbolic_shapes
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from flide.models import Qwen35ForDecision
-from flide.models.decision import config_fields
+from flide.models.decision import ForDecision, config_fields
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.metadata import fresh_caches
-from scripts.random_models import random_model
+from scripts.random_models import SIZES, config_of, random_model
 from scripts.workloads import Shape, realistic
 from tests.oracle import prompts_of, random_tree
 from tests.tolerance import BF16_ERROR_RATIO
 
-CONFIGS = Path(__file__).parent / "configs"
 REFERENCE, THEIRS, OURS, COMPILED = "transformers float32", "transformers", "flide", "flide compiled"
 LABELS = 26  # A to Z
 TRUNK_SHARE = 4  # a QuALITY trunk is cut to a quarter: the reference runs it once per question
@@ -124,7 +121,7 @@ def random_labels(vocab: int, *, seed: int = 0) -> list[int]:
 
 
 def compare(
-    model: Qwen35ForDecision,
+    model: ForDecision,
     config: Mapping[str, Any],
     trees: Sequence[TokenTree],
     label_ids: Sequence[int],
@@ -167,12 +164,16 @@ def compare(
             with timed(name):
                 hidden[name] = isolated_hidden_states(transformers_model(config, weights, dtype), prompts)
     exact_ND = hidden.pop(REFERENCE)
+
+    def read(hidden_ND: Tensor) -> Tensor:
+        return model.label_logits(hidden_ND, labels_LD)
+
     # All read their labels in float32, as Flide does; transformers' own bfloat16 logits would only add to its error.
-    errors = {name: measure(hidden[name], exact_ND, labels_LD) for name in (THEIRS, OURS, COMPILED) if name in hidden}
-    return Comparison(len(prompts), len(rounds), (exact_ND @ labels_LD.T).std().item(), errors, seconds)
+    errors = {name: measure(hidden[name], exact_ND, read) for name in (THEIRS, OURS, COMPILED) if name in hidden}
+    return Comparison(len(prompts), len(rounds), read(exact_ND).std().item(), errors, seconds)
 
 
-def pack_rounds(model: Qwen35ForDecision, trees: Sequence[TokenTree]) -> list[tuple[int, ForkMetadata]]:
+def pack_rounds(model: ForDecision, trees: Sequence[TokenTree]) -> list[tuple[int, ForkMetadata]]:
     """Rounds of up to ROUND_ROWS rows, padded, on the model's device: (prompts, metadata). Gives the model pools."""
     device = model.lm_head.weight.device
     groups: list[list[TokenTree]] = [[]]
@@ -204,17 +205,21 @@ def flide_hidden_states(forward: Callable[..., Tensor], rounds: Sequence[tuple[i
 def transformers_model(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     """transformers' model of some weights, all in one dtype, as it would load a checkpoint; memory of equal dtype is
     shared. Rotary frequencies stay float32, which casting a whole model would round."""
-    text = Qwen3_5TextConfig.from_dict(dict(config))
+    is_gemma = str(config["model_type"]).startswith("gemma4")
+    text = (Gemma4TextConfig if is_gemma else Qwen3_5TextConfig).from_dict(dict(config))
     if dtype == torch.float32:
         text._attn_implementation = "eager"  # plain products and softmax; below, its default
     with torch.device("meta"):
-        model = Qwen3_5ForCausalLM(text)
+        model = (Gemma4ForCausalLM if is_gemma else Qwen3_5ForCausalLM)(text)
     cast: dict[int, Tensor] = {}  # tied weights stay one
     for weight in weights.values():
         cast.setdefault(weight.data_ptr(), weight.detach().to(dtype))
     model.load_state_dict({name: cast[weight.data_ptr()] for name, weight in weights.items()}, assign=True)
     device = model.lm_head.weight.device
     model.model.rotary_emb = type(model.model.rotary_emb)(text).to(device)
+    for module in model.modules():
+        if hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
     assert all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
     return model.eval()
 
@@ -230,9 +235,9 @@ def isolated_hidden_states(model: Any, prompts: Sequence[Sequence[int]]) -> Tens
     return torch.stack(rows)
 
 
-def measure(hidden_ND: Tensor, exact_ND: Tensor, labels_LD: Tensor) -> Errors:
-    """The errors of one computation's final hidden states."""
-    logits_NL, exact_NL = hidden_ND @ labels_LD.T, exact_ND @ labels_LD.T
+def measure(hidden_ND: Tensor, exact_ND: Tensor, read: Callable[[Tensor], Tensor]) -> Errors:
+    """The errors of one computation's final hidden states, and of the label logits that are read from them."""
+    logits_NL, exact_NL = read(hidden_ND), read(exact_ND)
     tv_N = (logits_NL.softmax(-1) - exact_NL.softmax(-1)).abs().sum(-1) / 2
     return Errors(
         logit_rms=(logits_NL - exact_NL).square().mean().sqrt().item(),
@@ -259,15 +264,15 @@ def full_float32() -> Iterator[None]:
 def run(
     size: str, *, prompts: int = 64, seed: int = 0, compiled: bool = False, device: torch.device | str = "cuda"
 ) -> Comparison:
-    """Compare and print one published size, from ``scripts/configs/qwen3.5-SIZE.json``."""
-    config = config_fields(json.loads((CONFIGS / f"qwen3.5-{size}.json").read_text(encoding="utf-8")))
+    """Compare and print one published size."""
+    config = config_fields(config_of(size))
     begun = time.perf_counter()
     model = random_model(config, device=device, seed=seed)
     vocab = model.config.vocab_size
     trees = random_requests(prompts, vocab, seed=seed)
     result = compare(model, config, trees, random_labels(vocab, seed=seed), compiled=compiled)
     print(
-        f"Qwen3.5-{size}: {result.prompts} prompts of {len(trees)} requests in {result.rounds} rounds, {LABELS} labels,"
+        f"{size}: {result.prompts} prompts of {len(trees)} requests in {result.rounds} rounds, {LABELS} labels,"
         f" logit deviation {result.logit_std:.3f}, {time.perf_counter() - begun:.0f} s"
     )
     print(f"{'bfloat16':15} logit RMS  ratio  hidden RMS  ratio  TV mean     max   top-1")
@@ -280,9 +285,8 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    sizes = sorted(path.stem.removeprefix("qwen3.5-") for path in CONFIGS.glob("qwen3.5-*.json"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", required=True, choices=sizes)
+    parser.add_argument("--size", required=True, type=str.lower, choices=SIZES)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiled", action="store_true", help="run Flide through torch.compile, too")

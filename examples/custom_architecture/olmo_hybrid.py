@@ -125,11 +125,11 @@ class OlmoHybridModel(nn.Module):
         self.layers = nn.ModuleList(OlmoHybridLayer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         head_dim = config.hidden_size // config.num_attention_heads
+        self.heads = {"group": config.num_attention_heads // config.num_key_value_heads, "head_dim": head_dim}
         self.rotary = None if config.rope_theta is None else RotaryEmbedding(head_dim, config.rope_theta)
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        meta = with_schedule(meta, conv_width=self.config.linear_conv_kernel_dim, group=group)
+        meta = with_schedule(meta, conv_width=self.config.linear_conv_kernel_dim, **self.heads)
         rotary = None if self.rotary is None else self.rotary(meta.positions)
         x_TD = self.embed_tokens(tokens_T)
         for layer in self.layers[:-1]:

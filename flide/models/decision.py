@@ -238,14 +238,13 @@ class ForDecision(nn.Module):
         """See that the CUDA kernels can serve every layer.
 
         Raises:
-            CheckpointError: they cannot, because of the sizes named.
+            CheckpointError: they cannot, because of the sizes, or of the sizes and the dtype, named.
         """
+        dtype = self.lm_head.weight.dtype
         for module in self.modules():
             problem = None
-            if isinstance(module, ForkAttention):
-                problem = attention_unsupported(module.head_dim, window=module.window)
-            elif isinstance(module, ForkAttentionReader):
-                problem = attention_unsupported(module.head_dim, window=module.window, write=False)
+            if isinstance(module, ForkAttention | ForkAttentionReader):
+                problem = attention_unsupported(module.head_dim, dtype)
             elif isinstance(module, ForkGatedDeltaNet):
                 problem = delta_unsupported(module.key_dim, module.value_dim)
             if problem:

@@ -283,9 +283,10 @@ class Gemma4Model(nn.Module):
         size, num_layers = config.hidden_size, len(config.layer_types)
         self.layer_types = config.layer_types
         self.last_writer = num_layers - config.num_kv_shared_layers - 1
-        self.groups = {
-            SLIDING: config.num_attention_heads // config.num_key_value_heads,
-            FULL: config.num_attention_heads // config.num_global_key_value_heads,
+        heads = config.num_attention_heads
+        self.heads = {
+            SLIDING: {"group": heads // config.num_key_value_heads, "head_dim": config.head_dim},
+            FULL: {"group": heads // config.num_global_key_value_heads, "head_dim": config.global_head_dim},
         }
         self.embed_tokens = ScaledEmbedding(config.vocab_size, size, size**0.5)
         self.layers = nn.ModuleList(Gemma4Layer(config, index) for index in range(num_layers))
@@ -310,8 +311,7 @@ class Gemma4Model(nn.Module):
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]``; from the last layer that writes keys and values on, nothing is computed but
         what the readout rows need."""
-        schedules = {group: with_schedule(meta, group=group) for group in {*self.groups.values()}}
-        metas = {kind: schedules[group] for kind, group in self.groups.items()}
+        metas = {kind: with_schedule(meta, **heads) for kind, heads in self.heads.items()}
         rotary = {SLIDING: self.rotary(meta.positions), FULL: self.global_rotary(meta.positions)}
         x = self.embed_tokens(tokens_T)
         per_layer = self.per_layer_inputs(tokens_T, x)

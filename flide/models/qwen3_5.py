@@ -154,7 +154,7 @@ class Qwen35Model(nn.Module):
     def __init__(self, config: Qwen35Config) -> None:
         super().__init__()
         self.conv_width = config.linear_conv_kernel_dim
-        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.group, self.head_dim = config.num_attention_heads // config.num_key_value_heads, config.head_dim
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Qwen35Layer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
@@ -164,7 +164,7 @@ class Qwen35Model(nn.Module):
 
     def forward(self, tokens_T: Tensor, meta: ForkMetadata, *, selective_readout: bool = True) -> Tensor:
         """Final hidden states ``[N, D]``; the last layer computes nothing but what its readout rows need."""
-        meta = with_schedule(meta, conv_width=self.conv_width, group=self.group)
+        meta = with_schedule(meta, conv_width=self.conv_width, group=self.group, head_dim=self.head_dim)
         rotary = self.rotary(meta.positions)
         hidden_states = self.embed_tokens(tokens_T)
         for layer in self.layers[:-1]:

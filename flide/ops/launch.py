@@ -12,14 +12,34 @@ logger = logging.getLogger("flide.ops")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTable:
+    """Launch constants of attention.
+
+    Attributes:
+        tile_rows: query rows times heads of a group in one tile.
+        key_block: keys that are read at a time; divides the page.
+        warps: warps of one program.
+        stages: pipeline stages of the loop over whole blocks of keys.
+    """
+
+    tile_rows: int
+    key_block: int
+    warps: int
+    stages: int
+
+    def query_block(self, group: int) -> int:
+        """Query rows of one tile, for ``group`` query heads to a key/value head."""
+        padded = 1 << (group - 1).bit_length()
+        return max(1, self.tile_rows // padded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTable:
     """Launch constants of the kernels on one kind of GPU.
 
     Attributes:
-        tile_rows: query rows times heads of a group in one attention tile.
-        key_block: keys that attention reads at a time; divides the page.
-        attention_warps: warps of one attention program.
-        attention_stages: pipeline stages of attention's loop over whole blocks of keys.
+        attention: of heads of up to 256 channels.
+        wide_attention: of larger heads.
         conv_rows: stream rows that one convolution program does at a time.
         conv_programs: convolution programs of a multiprocessor.
         conv_warps: warps of one convolution program.
@@ -30,10 +50,8 @@ class LaunchTable:
         scan_stages: pipeline stages of the scan's loop over chunks.
     """
 
-    tile_rows: int
-    key_block: int
-    attention_warps: int
-    attention_stages: int
+    attention: AttentionTable
+    wide_attention: AttentionTable
     conv_rows: int
     conv_programs: int
     conv_warps: int
@@ -43,18 +61,15 @@ class LaunchTable:
     scan_warps: int
     scan_stages: int
 
-    def query_block(self, group: int) -> int:
-        """Query rows of one attention tile, for ``group`` query heads to a key/value head."""
-        padded = 1 << (group - 1).bit_length()
-        return max(1, self.tile_rows // padded)
+    def attention_of(self, head_dim: int) -> AttentionTable:
+        """Attention's constants for heads of ``head_dim`` channels."""
+        return self.attention if head_dim <= 256 else self.wide_attention
 
 
 # 227 KB of shared memory a program. Measured on an H200.
 SM_90 = LaunchTable(
-    tile_rows=128,
-    key_block=64,
-    attention_warps=8,
-    attention_stages=2,
+    attention=AttentionTable(tile_rows=128, key_block=64, warps=8, stages=2),
+    wide_attention=AttentionTable(tile_rows=64, key_block=32, warps=8, stages=2),
     conv_rows=32,
     conv_programs=8,
     conv_warps=4,
@@ -66,7 +81,13 @@ SM_90 = LaunchTable(
 )
 # 99 KB. Unmeasured: chosen to fit and to spill little. Without the matrix instructions of sm_90 every warp holds all
 # queries of a tile in registers, so tiles are small.
-SM_86 = replace(SM_90, tile_rows=32, scan_columns=32, scan_stages=2)
+SM_86 = replace(
+    SM_90,
+    attention=replace(SM_90.attention, tile_rows=32),
+    wide_attention=AttentionTable(tile_rows=16, key_block=32, warps=4, stages=1),
+    scan_columns=32,
+    scan_stages=2,
+)
 SM_89 = SM_86  # 99 KB. Unmeasured, as above.
 SM_80 = SM_86  # 163 KB. Unmeasured: registers, not shared memory, are what larger tiles lack.
 TABLES = {(8, 0): SM_80, (8, 6): SM_86, (8, 9): SM_89, (9, 0): SM_90}

@@ -292,9 +292,10 @@ class TestKernels:
             ({}, None),  # 96 x 192
             (SMALL, r"heads of 12 x 24; supported: keys of 16, 32, .*, 128 and values of 16, .*, 256"),
             ({"linear_key_head_dim": 144}, r"heads of 144 x 192; supported: keys"),
-            ({"hidden_size": 96}, r"head_dim 24; supported: \(16, 32, 64, 128, 256\)"),
+            ({"hidden_size": 96}, r"head_dim 24; supported: \(16, 32, 64, 128, 256, 512\)"),
+            ({"hidden_size": 512}, 'head_dim 128 in float32, only up to 64: use dtype="bfloat16", or device="cpu"'),
         ],
-        ids=["as_released", "small", "wide_keys", "attention"],
+        ids=["as_released", "small", "wide_keys", "attention", "float32"],
     )
     def test_sizes_that_they_lack_are_refused_at_load(self, sizes: dict[str, Any], named: str | None) -> None:
         model = OlmoHybridForDecision.on_meta(OlmoHybridTransformersConfig(**{**TINY, **sizes}))

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from flide import AutoModelForDecision, CheckpointError, Choice, DecisionRequest, Engine, EngineConfig, Noul
-from flide.models import Gemma4Config, Gemma4ForDecision
+from flide.models import Gemma4Config, Gemma4ForDecision, gemma4
 from flide.models.weights import StoredTensor
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from flide.runtime.metadata import fresh_caches
@@ -36,9 +36,11 @@ from tests.models.gemma4 import (
     write_tokenizer,
 )
 from tests.models.test_compile import CAPACITY, OTHER_CAPACITY, Counting, needs_compiler, pack
+from tests.models.test_cuda import logits_of as logits_on_cuda
+from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.oracle import isolated_logits, prompts_of, random_tree
 from tests.runtime.test_engine import isolated_probabilities
-from tests.tolerance import GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32
+from tests.tolerance import BF16_ERROR_RATIO, GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32
 
 CONFIGS = Path(__file__).parents[2] / "scripts" / "configs"
 W = WINDOW
@@ -268,13 +270,109 @@ def test_options_are_read_behind_the_cap(e2b: Any) -> None:
     torch.testing.assert_close(probabilities, expected, atol=PROBABILITY_FP32, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"), [({}, "sliding windows"), ({"layer_types": [FULL] * 7}, "another layer")]
-)
-def test_what_the_kernels_lack_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    model = Gemma4ForDecision.on_meta(tiny_config("e2b", **changes))
-    with pytest.raises(CheckpointError, match=f"Gemma4ForDecision cannot run on CUDA: .*{named}"):
+class TestKernels:
+    @needs_interpreter
+    @pytest.mark.parametrize(
+        ("variant", "selective"), [("e2b", True), ("e2b", False), ("12b", True)], ids=["e2b", "e2b_all_rows", "12b"]
+    )
+    @torch.no_grad()
+    def test_kernels_and_references_give_the_same_logits(
+        self, monkeypatch: pytest.MonkeyPatch, variant: str, selective: bool
+    ) -> None:
+        """What runs on CUDA, merged, in Triton's interpreter; one round resumes what another wrote."""
+        types, readers = ([SLIDING, FULL, SLIDING, FULL], 2) if variant == "e2b" else ([SLIDING, FULL], 0)
+        hf = tiny_gemma4(variant, layer_types=types, num_hidden_layers=len(types), num_kv_shared_layers=readers)
+        model = copy_weights(hf)
         model.check_kernels()
+        generator = torch.Generator().manual_seed(0)
+        trees = [random_tree(shape, VOCAB, generator) for shape in [(70, [3, (2, [W + 1, 1])]), (5, [1])]]
+        expected = expected_logits(hf, trees)
+        model.merge_projections()
+        model.allocate_pools(pages=4, parents=len(trees))
+        run_kernels(monkeypatch, gemma4)
+        first = ForkMetadata.pack([TokenTree(trees[0].tokens[:66])], caches=[TrunkCache(pages=[2, 0])])
+        model(first.tokens, first)
+        trees[0] = TokenTree(trees[0].tokens[66:], trees[0].children)
+        caches = [TrunkCache(66, slot=1, pages=[2, 0]), TrunkCache(pages=[1])]
+        c = ForkMetadata.pack(trees, caches=caches).capacity
+        capacity = StreamCapacity(c.tokens + 13, c.segments + 3, c.readouts + 2, c.pages + 1, c.depth)
+        meta = ForkMetadata.pack(trees, capacity=capacity, caches=caches)
+        assert_close(readout_logits(model, meta, selective_readout=selective), expected)
+
+    @pytest.mark.parametrize("name", ["e2b", "e4b", "12b", "31b"])
+    def test_published_sizes_are_served_in_bfloat16_only(self, name: str) -> None:
+        config = load_config(CONFIGS / f"gemma-4-{name}.json", dtype="bfloat16")
+        Gemma4ForDecision.on_meta(config).bfloat16().check_kernels()
+        with pytest.raises(CheckpointError, match='head_dim 256 in float32.*use dtype="bfloat16", or device="cpu"'):
+            Gemma4ForDecision.on_meta(config).float().check_kernels()
+
+    def test_head_sizes_that_the_kernels_lack_are_refused(self) -> None:
+        model = Gemma4ForDecision.on_meta(tiny_config("e2b", global_head_dim=1024))
+        with pytest.raises(CheckpointError, match="Gemma4ForDecision cannot run on CUDA: .*head_dim 1024"):
+            model.check_kernels()
+
+    def test_one_graph_serves_all_capacities_through_pools(self) -> None:
+        """As CUDA runs it: through the paged op, for layers that write and layers that read."""
+        hf = tiny_gemma4("e2b", layer_types=[SLIDING, FULL] * 2, num_hidden_layers=4, num_kv_shared_layers=2)
+        model = copy_weights(hf)
+        model.merge_projections()
+        model.allocate_pools(pages=16, parents=8)
+        torch._dynamo.reset()
+        compiled = Counting(model, dynamic=True)
+        # All different: equal ones of the first round would be one size.
+        rounds = {"path_around_the_window": (90, 21, 17, 9), "mixed_round": (400, 30, 25, 11)}
+        for name, sizes in (rounds | {"depth_three": (120, 40, 33, 7)}).items():
+            trees = trees_of(name)
+            meta = ForkMetadata.pack(trees, capacity=StreamCapacity(*sizes, depth=3), caches=fresh_caches(trees))
+            assert_close(logits_of(model, compiled(meta)), expected_logits(hf, trees))
+        assert compiled.graphs == 1
+
+
+@pytest.mark.gpu
+class TestCuda:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_float32_matches_isolated_prompts(self, variant: str) -> None:
+        hf = tiny_gemma4(variant)
+        model = on_cuda(hf, torch.float32)
+        for name in TREES:
+            trees = trees_of(name)
+            logits = logits_on_cuda(model, trees)
+            assert (logits - expected_logits(hf, trees)).abs().max() <= LOGITS_FP32 * logits.std(), name
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_bfloat16_error_is_like_that_of_transformers(self, variant: str, tmp_path: Path) -> None:
+        """With heads as published; the sizes of tiny ones would leave little to be rounded."""
+        hf = tiny_gemma4(variant, head_dim=256, global_head_dim=512, sliding_window=40)
+        hf.save_pretrained(tmp_path)
+        rounded = Gemma4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        trees = [tree for name in TREES for tree in trees_of(name)]
+        expected = expected_logits(hf, trees)
+        theirs = expected_logits(rounded, trees).float() - expected
+        ours = logits_on_cuda(on_cuda(hf, torch.bfloat16), trees) - expected
+        our_rms, their_rms = (x.square().mean().sqrt().item() for x in (ours, theirs))
+        print(f"Gemma 4 like {variant}, bf16 RMS logit error: ours {our_rms:.4f}, transformers {their_rms:.4f}")
+        assert our_rms <= BF16_ERROR_RATIO * their_rms
+
+    @pytest.mark.parametrize("variant", ["e2b", "31b"])
+    def test_a_directory_is_compiled_captured_and_served(self, variant: str, tmp_path: Path) -> None:
+        size = write_tokenizer(tmp_path, closed_thought=variant == "31b")
+        tiny_gemma4(variant, vocab_size=size, vocab_size_per_layer_input=size).save_pretrained(tmp_path)
+        questions = {"damaged": Noul("Is it?"), "team": Choice("Which team?", {"shipping": None, "billing": None})}
+        requests = [DecisionRequest(f"Box {i} was crushed. " * (1 + 9 * i), questions) for i in range(4)]
+        answers = []
+        for device in ("cuda", "cpu"):
+            with Engine.from_pretrained(tmp_path, EngineConfig(device=device, dtype="float32")) as engine:
+                decisions = engine.decide(requests)
+                answers.append([list(d[name].probabilities.values()) for d in decisions for name in questions])
+        for got, want in zip(*answers, strict=True):
+            assert got == pytest.approx(want, abs=PROBABILITY_FP32)
+
+
+def on_cuda(hf: Any, dtype: torch.dtype) -> Gemma4ForDecision:
+    model = Gemma4ForDecision.from_config(hf.config, dtype=dtype, device="cuda")
+    model.load_state_dict(hf.state_dict())
+    model.check_kernels()
+    return model.eval()
 
 
 class TestCheckpoints:

@@ -26,18 +26,17 @@ from tests.tolerance import LOGITS_FP32
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here: test_cuda.py")
 
 
-def with_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int) -> ForkMetadata:
-    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, group=group))
+def with_schedule(meta: ForkMetadata, **sizes: int) -> ForkMetadata:
+    return replace(meta, schedule=fork_schedule(meta, **sizes))
 
 
 def paged(query: Tensor, key: Tensor, value: Tensor, *, kv_pool: Tensor, **rest: Any) -> Tensor:
-    assert not rest.pop("window")
-    assert rest.pop("write")
-    scale, depth, schedule = (rest.pop(name) for name in ("scale", "depth", "schedule"))
+    options = {name: rest.pop(name) for name in ("scale", "depth", "window", "write")}
+    schedule = rest.pop("schedule")
     order = ("query_rows", "row_segments", "segment_offsets", "segment_parents", "segment_starts")
     tensors = [rest.pop(name) for name in (*order, "segment_pages", "page_table")]
     assert not rest
-    return fork_attention_triton(query, key, value, kv_pool, *tensors, schedule, scale=scale, depth=depth)
+    return fork_attention_triton(query, key, value, kv_pool, *tensors, schedule, **options)
 
 
 def cached(qkv: Tensor, a: Tensor, b: Tensor, **rest: Any) -> Tensor:

@@ -20,15 +20,16 @@ from flide.ops.fork_gated_delta.reference import DeltaCache, fork_gated_delta_re
 from flide.ops.fork_schedule import ForkSchedule, schedule_inputs
 from flide.ops.fork_schedule.reference import fork_schedule_reference
 from flide.ops.launch import SM_86, LaunchTable, launch_table
-from flide.runtime import ForkMetadata, StreamCapacity, TrunkCache
+from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from flide.runtime.metadata import PAGE_SIZE
-from tests.ops.naive import Shape, relative_error, token_tree
+from tests.ops.naive import Shape, relative_error, same_bits, token_tree
 from tests.tolerance import FP32_RELATIVE, KERNEL_BUDGET
 
 triton = pytest.importorskip("triton", reason="Triton is not available on this platform")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+NAN = float("nan")
 ROUNDS: dict[str, list[Shape]] = {
     "one": [(9, [3])],
     "empty_trunk": [(0, [1, 4, 66])],
@@ -77,7 +78,7 @@ def assert_same_schedule(meta: ForkMetadata, *, width: int, block: int) -> None:
 
 
 @on_rounds
-@pytest.mark.parametrize(("width", "block"), [(4, 32), (2, 16), (4, 8)])
+@pytest.mark.parametrize(("width", "block"), [(4, 32), (2, 16), (4, 8), (1, 16)])
 def test_schedule_equals_its_reference(shapes: list[Shape], width: int, block: int) -> None:
     assert_same_schedule(pack(shapes), width=width, block=block)
 
@@ -250,13 +251,15 @@ def test_delta_rule_of_equal_keys_that_never_decay() -> None:
 class Attention:
     """Random queries, keys and values of one layer, keys and values views of one projection."""
 
-    def __init__(self, rows: int, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int, seed: int = 0) -> None:
+    def __init__(
+        self, rows: int, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int, window: int = 0, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.query = torch.randn(rows, heads, dim, generator=generator).to(dtype).to(DEVICE)
         merged = torch.randn(rows, 2 * kv_heads, dim, generator=generator).to(dtype).to(DEVICE)
         self.key, self.value = merged.split([kv_heads, kv_heads], 1)
         self.pool = torch.full((16, 2, kv_heads, PAGE_SIZE, dim), float("nan")).to(dtype).to(DEVICE)
-        self.scale, self.group = dim**-0.5, heads // kv_heads
+        self.scale, self.group, self.window = dim**-0.5, heads // kv_heads, window
 
     def reference(self, meta: ForkMetadata, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
         query = self.query if rows is None else self.query[: len(rows)]
@@ -268,17 +271,20 @@ class Attention:
             meta.segment_offsets,
             meta.segment_parents,
             scale=self.scale,
-            window=0,
+            window=self.window,
             segment_starts=meta.segment_starts,
             kv_pool=self.pool.to(dtype),
             segment_pages=meta.segment_pages,
             page_table=meta.page_table,
         )
 
-    def kernel(self, meta: ForkMetadata, rows: Tensor | None) -> Tensor:
+    def kernel(self, meta: ForkMetadata, rows: Tensor | None, *, pool: Tensor | None = None) -> Tensor:
+        """With a pool, as a layer that reads it: another one wrote it."""
+        options = {"scale": self.scale, "window": self.window, "depth": meta.capacity.depth, "write": pool is None}
         query = self.query if rows is None else self.query[: len(rows)]
-        schedule = schedule_of(meta, width=4, block=launch_table(meta.arena.device).query_block(self.group))
-        pool = self.pool.clone()
+        table = launch_table(meta.arena.device).attention_of(self.query.shape[2])
+        schedule = schedule_of(meta, width=4, block=table.query_block(self.group))
+        pool = self.pool.clone() if pool is None else pool
         if ON_GPU:
             return fork_attention_paged(
                 query,
@@ -291,10 +297,9 @@ class Attention:
                 segment_pages=meta.segment_pages,
                 page_table=meta.page_table,
                 row_segments=meta.row_segments,
-                scale=self.scale,
                 query_rows=rows,
                 schedule=schedule,
-                depth=meta.capacity.depth,
+                **options,
             )
         from flide.ops.fork_attention.triton import fork_attention_triton
 
@@ -311,8 +316,7 @@ class Attention:
             meta.segment_pages,
             meta.page_table,
             schedule,
-            scale=self.scale,
-            depth=meta.capacity.depth,
+            **options,
         )
 
 
@@ -340,8 +344,91 @@ def test_attention_resumes_from_pages(cached: int) -> None:
         assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
 
 
+def windowed_round() -> tuple[ForkMetadata, list[int]]:
+    """Trunks, branches and leaves of lengths around windows and blocks, one trunk resumed; rows read out in no order.
+    And the pages that hold what the resumed one has."""
+
+    def node(length: int, *children: TokenTree, reads: tuple[int, ...] | None = None) -> TokenTree:
+        return TokenTree([1] * length, children, readouts=reads)
+
+    leaves = node(1), node(66, reads=(65, 1, 40)), node(2)
+    deep = node(130, node(3), node(70, *leaves, reads=(69, 0, 30)), node(5, *leaves), reads=(129, 7, 64))
+    trees = [
+        deep,
+        node(0, node(4), node(101)),
+        node(12, node(99, reads=(98, 0, 5)), node(1), node(2)),
+        node(1, node(1)),
+    ]
+    resumed = (8, 4)
+    caches = [TrunkCache(pages=(3, 1, 6)), TrunkCache(), TrunkCache(70, slot=1, pages=resumed), TrunkCache(pages=(5,))]
+    c = ForkMetadata.pack(trees, caches=caches).capacity
+    capacity = StreamCapacity(c.tokens + 9, c.segments + 3, c.readouts + 5, c.pages, c.depth)
+    return ForkMetadata.pack(trees, caches=caches, capacity=capacity).to(DEVICE), list(resumed)
+
+
+def check_windows(window: int, *, heads: int, kv_heads: int, dim: int) -> None:
+    meta, resumed = windowed_round()
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "window": window}
+    attention = Attention(meta.tokens.shape[0], torch.float32, **sizes)
+    attention.pool[resumed] = torch.randn(attention.pool[resumed].shape).to(DEVICE)
+    for rows in (None, meta.readout_rows):
+        out = attention.kernel(meta, rows)
+        assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
+        if rows is None:
+            assert not out[int(meta.segment_offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_attention_in_a_window(window: int) -> None:
+    check_windows(window, heads=2, kv_heads=1, dim=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [2, 63, 65, 127, 128, 129, 1000])
+def test_attention_in_more_windows(window: int) -> None:
+    check_windows(window, heads=6, kv_heads=2, dim=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 64])
+def test_attention_of_512_channels_in_any_round(window: int) -> None:
+    check_windows(window, heads=4, kv_heads=1, dim=512)
+
+
+def test_attention_of_512_channels() -> None:
+    meta = pack([(70, [3, 20]), (0, [5])])
+    attention = Attention(meta.tokens.shape[0], torch.float32, heads=4, kv_heads=1, dim=512)
+    for rows in (None, meta.readout_rows):
+        out = attention.kernel(meta, rows)
+        assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_to_what_another_layer_wrote(window: int) -> None:
+    """Trunks are read from the pool alone, which stays as it is."""
+    resumed = [3, 1]
+    meta = pack([(20, [70, (2, [3])]), (5, [1])], caches=[TrunkCache(66, slot=1, pages=resumed), TrunkCache(pages=[2])])
+    attention = Attention(meta.tokens.shape[0], torch.float32, heads=2, kv_heads=1, dim=16, window=window)
+    attention.pool[resumed] = torch.randn(attention.pool[resumed].shape).to(DEVICE)
+    both = None, meta.readout_rows
+    expected = [attention.kernel(meta, rows) for rows in both]
+    pool = attention.pool  # which the reference fills
+    attention.reference(meta, None, torch.float32)
+    before = pool.clone()
+    is_trunk = meta.segment_parents[meta.row_segments] < 0
+    attention.key, attention.value = (
+        x.masked_fill(is_trunk[:, None, None], NAN) for x in (attention.key, attention.value)
+    )
+    for rows, want in zip(both, expected, strict=True):
+        assert torch.equal(attention.kernel(meta, rows, pool=pool), want)
+    assert same_bits(pool, before)
+
+
 # The second cuts pages into blocks of keys, which so far no GPU needs.
-SMALL_TABLES = {"sm_86": SM_86, "quarter_pages": replace(SM_86, key_block=16, scan_columns=16)}
+SMALL_TABLES = {
+    "sm_86": SM_86,
+    "quarter_pages": replace(SM_86, attention=replace(SM_86.attention, key_block=16), scan_columns=16),
+}
 
 
 @pytest.fixture(params=SMALL_TABLES.values(), ids=SMALL_TABLES.keys())
@@ -364,10 +451,13 @@ def small_table_round() -> ForkMetadata:
     return pack([(129, [3, (9, [1, 20]), 0]), (66, [(1, [1, 1]), 40])], caches=caches)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1)], ids=["group_2", "group_6"])
-def test_attention_of_smaller_gpus(small_table: LaunchTable, heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(4, 2, 0), (6, 1, 0), (4, 2, 40)], ids=["group_2", "group_6", "window"]
+)
+def test_attention_of_smaller_gpus(small_table: LaunchTable, heads: int, kv_heads: int, window: int) -> None:
     meta = small_table_round()
-    attention = Attention(meta.tokens.shape[0], torch.float32, heads=heads, kv_heads=kv_heads, dim=32)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": 32, "window": window}
+    attention = Attention(meta.tokens.shape[0], torch.float32, **sizes)
     attention.pool.normal_()
     for rows in (None, meta.readout_rows):
         out = attention.kernel(meta, rows)
@@ -398,8 +488,15 @@ def test_kernels_of_smaller_gpus_in_bfloat16(small_table: LaunchTable) -> None:
     delta = Delta(rows, torch.bfloat16, key_heads=16, heads=16, dim=96, value_dim=192)
     exact = delta.reference(meta, torch.float64)[0]
     assert error_norm(delta.kernel(meta)[0], exact) <= KERNEL_BUDGET * error_norm(exact.bfloat16(), exact)
-    for heads, kv_heads in ((8, 2), (16, 4), (24, 4)):
-        attention = Attention(rows, torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256)
+    for heads, kv_heads, dim, window in (
+        (8, 2, 256, 0),
+        (16, 4, 256, 0),
+        (24, 4, 256, 0),
+        (8, 1, 256, 40),
+        (8, 1, 512, 0),
+    ):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "window": window}
+        attention = Attention(rows, torch.bfloat16, **sizes)
         attention.pool.normal_()
         for query_rows in (None, meta.readout_rows):
             exact = attention.reference(meta, query_rows, torch.float64)

@@ -30,18 +30,21 @@ def test_an_unknown_gpu_takes_the_smallest_table_and_says_so_once(caplog: pytest
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=map(str, TABLES))
 def test_blocks_divide_pages_and_tiles_are_full(table: LaunchTable) -> None:
-    assert PAGE_SIZE % table.key_block == 0
-    for group, padded in [(1, 1), (2, 2), (4, 4), (6, 8), (8, 8)]:
-        assert table.query_block(group) * padded == table.tile_rows
-    assert table.query_block(2 * table.tile_rows) == 1
+    for attention in (table.attention_of(256), table.attention_of(512)):
+        assert PAGE_SIZE % attention.key_block == 0
+        for group, padded in [(1, 1), (2, 2), (4, 4), (6, 8), (8, 8), (16, 16)]:
+            assert attention.query_block(group) * padded == attention.tile_rows
+        assert attention.query_block(2 * attention.tile_rows) == 1
 
 
-@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.parametrize(("group", "head_dim", "conv_width"), [(1, 256, 4), (6, 256, 4), (6, 512, 1)])
 @pytest.mark.parametrize("table", [SM_86, SM_90], ids=["sm_86", "sm_90"])
-def test_the_schedule_and_its_fake_agree(monkeypatch: pytest.MonkeyPatch, table: LaunchTable, group: int) -> None:
+def test_the_schedule_and_its_fake_agree(
+    monkeypatch: pytest.MonkeyPatch, table: LaunchTable, group: int, head_dim: int, conv_width: int
+) -> None:
     monkeypatch.setattr("flide.ops.fork_schedule.launch_table", lambda device: table)
     meta = ForkMetadata.pack([TokenTree(tuple(range(300)), (TokenTree((1,) * 70), TokenTree((2,))))])
     inputs = schedule_inputs(meta)
-    torch.library.opcheck(torch.ops.flide.fork_schedule, (*inputs, 4, group))
-    tiles = torch.ops.flide.fork_schedule(*inputs, 4, group)[7]
-    assert tiles[1] == table.query_block(group)
+    torch.library.opcheck(torch.ops.flide.fork_schedule, (*inputs, conv_width, group, head_dim))
+    tiles = torch.ops.flide.fork_schedule(*inputs, conv_width, group, head_dim)[7]
+    assert tiles[1] == table.attention_of(head_dim).query_block(group)

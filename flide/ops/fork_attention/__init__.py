@@ -97,7 +97,7 @@ def fork_attention_paged(
         segment_pages: ``[S]`` int32 first entry of a trunk in ``page_table``.
         page_table: ``[G]`` int32 page numbers.
         row_segments: ``[T]`` int32 segment of each row, -1 for padding.
-        schedule: work lists of the kernels, made for ``group = N / M``; needed on CUDA.
+        schedule: work lists of the kernels, made for ``group = N / M`` and ``head_dim = H``; needed on CUDA.
         depth: levels of the trees, at most. The kernels make one pass per level; the reference needs no bound.
         write: False where the pool holds the new rows already, because another layer wrote the same keys and values.
     """
@@ -123,17 +123,19 @@ def fork_attention_paged(
     )
 
 
-HEAD_DIMS = (16, 32, 64, 128, 256)  # of the kernels
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)  # of the kernels
+FLOAT32_HEAD_DIM = 64  # the largest in float32, whose tiles are twice as large, without matrix instructions
 
 
-def unsupported(head_dim: int, *, window: int = 0, write: bool = True) -> str | None:
+def unsupported(head_dim: int, dtype: torch.dtype) -> str | None:
     """Why the CUDA kernels cannot serve a layer, or None."""
-    if window:
-        return "fork attention has no CUDA kernel for sliding windows yet"
-    if not write:
-        return "fork attention has no CUDA kernel for keys and values that another layer wrote yet"
     if head_dim not in HEAD_DIMS:
         return f"fork attention has no CUDA kernel for head_dim {head_dim}; supported: {HEAD_DIMS}"
+    if dtype == torch.float32 and head_dim > FLOAT32_HEAD_DIM:
+        return (
+            f"fork attention has no CUDA kernel for head_dim {head_dim} in float32, only up to {FLOAT32_HEAD_DIM}:"
+            ' use dtype="bfloat16", or device="cpu"'
+        )
     return None
 
 
@@ -216,7 +218,7 @@ def _(
 ):
     from flide.ops.fork_attention.triton import fork_attention_triton
 
-    problem = unsupported(query.shape[2], window=window, write=write)
+    problem = unsupported(query.shape[2], query.dtype)
     if problem:
         raise ValueError(problem)
     return fork_attention_triton(
@@ -234,6 +236,8 @@ def _(
         ForkSchedule(*schedule),
         scale=scale,
         depth=depth,
+        window=window,
+        write=write,
     )
 
 

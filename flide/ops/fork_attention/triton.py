@@ -105,9 +105,11 @@ def _fork_attention_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One tile's attention. With SPLITS > 1 a program does its share of the trunk's keys, the last one those of the
-    branch too, and leaves the parts to _combine_kernel."""
+    branch too, and leaves the parts to _combine_kernel. With WINDOW > 0 blocks that no query of the tile sees are
+    skipped; times count along the path."""
     tl.static_assert(PAGE % BN == 0)  # a block of keys lies in one page
     o_x = tl.arange(0, BQ * GP)
     o_g = o_x % GP
@@ -159,42 +161,65 @@ def _fork_attention_kernel(
                 dense = 0  # queries may stand in any order
         p_pages = p_page_table + tl.load(p_segment_pages + root)
         begin = 0
+        if WINDOW > 0:
+            b_begin = tl.load(p_offsets + b_segment, mask=m_q, other=0)
+            b_time = tl.load(p_starts + b_segment, mask=m_q, other=0) + rows - b_begin
+            low = tl.min(tl.where(m_q, b_time, 1 << 30), axis=0) - WINDOW + 1  # what the tile's first query sees first
+            high = tl.max(tl.where(m_q, b_time, 0), axis=0) - WINDOW + 1
+            begin = tl.minimum(tl.maximum(low, 0), limit) // BN * BN
+            dense_begin = tl.cdiv(tl.maximum(high, 0), BN) * BN
         if SPLITS > 1:
-            share = tl.cdiv(tl.cdiv(limit, BN), SPLITS) * BN
-            begin = i_split * share
+            share = tl.cdiv(tl.cdiv(limit - begin, BN), SPLITS) * BN
+            begin += i_split * share
             limit = tl.minimum(limit, begin + share)
             dense = tl.minimum(dense, limit)
-        for n in tl.range(begin, dense, BN, num_stages=STAGES):
+        dense_begin = tl.maximum(dense_begin, begin) if WINDOW > 0 else begin
+        for n in tl.range(dense_begin, dense, BN, num_stages=STAGES):
             b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, False)
             b_acc, b_max, b_sum = _online_softmax(
                 b_q, b_k, b_v, None, b_acc, b_max, b_sum, scale_log2, False, PRECISION
             )
         n = tl.maximum(dense, begin)
+        if WINDOW > 0:
+            n = tl.where(dense_begin == begin, n, begin)
         while n < limit:
             b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, True)
             m_visible = (n + o_n < limit)[None, :] & (n + o_n[None, :] <= b_time[:, None])
+            if WINDOW > 0:
+                m_visible = m_visible & (b_time[:, None] - (n + o_n)[None, :] < WINDOW)
             b_acc, b_max, b_sum = _online_softmax(
                 b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
             )
             n += BN
+            if WINDOW > 0:
+                n = tl.where((n == dense_begin) & (n < dense), dense, n)
         if (parent >= 0) & (i_split == SPLITS - 1):
             if DEPTH > 2 and parent != root:
                 n = tl.load(p_offsets + parent)
                 end = tl.load(p_offsets + parent + 1)
+                if WINDOW > 0:
+                    b_row = b_time + n - tl.load(p_starts + parent)  # of each query, as if it were the parent's
+                    n += tl.maximum(low - tl.load(p_starts + parent), 0) // BN * BN
                 while n < end:
                     m_n = n + o_n < end
                     b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
                     m_visible = m_n[None, :] & m_q[:, None]
+                    if WINDOW > 0:
+                        m_visible = m_visible & (b_row[:, None] - (n + o_n)[None, :] < WINDOW)
                     b_acc, b_max, b_sum = _online_softmax(
                         b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
                     )
                     n += BN
             n = tl.load(p_offsets + own)
+            if WINDOW > 0:
+                n += tl.maximum(tl.min(tl.where(m_q, rows, last_row), axis=0) - WINDOW + 1 - n, 0) // BN * BN
             while n <= last_row:
                 m_n = n + o_n <= last_row
                 b_key_segment = tl.load(p_row_segments + n + o_n, mask=m_n, other=-2)
                 b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
                 m_visible = (b_key_segment[None, :] == b_segment[:, None]) & ((n + o_n)[None, :] <= rows[:, None])
+                if WINDOW > 0:
+                    m_visible = m_visible & (rows[:, None] - (n + o_n)[None, :] < WINDOW)
                 b_acc, b_max, b_sum = _online_softmax(
                     b_q, b_k, b_v, m_visible, b_acc, b_max, b_sum, scale_log2, True, PRECISION
                 )
@@ -264,11 +289,12 @@ def _write_pages_kernel(
     PAGE: tl.constexpr,
     B: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
-    """New rows of trunks into their pages; zeros into the output of rows that belong to nobody."""
+    """With WRITE, new rows of trunks into their pages; zeros into the output of rows that belong to nobody."""
     o_b = tl.arange(0, B)
     o_h = tl.arange(0, H)
-    num_trunk_blocks = (num_rows + B - 1) // B
+    num_trunk_blocks = (num_rows + B - 1) // B if WRITE else 0
     for work in range(tl.program_id(0), num_trunk_blocks * M, tl.num_programs(0)):
         rows = work // M * B + o_b
         i_m = work % M
@@ -294,6 +320,10 @@ def _write_pages_kernel(
                 tl.store(p_o, tl.zeros([B, H], dtype=p_out.dtype.element_ty), mask=m_q[:, None])
 
 
+def combine_warps(head_dim: int) -> int:
+    return max(1, head_dim // 256)
+
+
 def fork_attention_triton(
     query_QNH: Tensor,
     key_TMH: Tensor,
@@ -310,6 +340,8 @@ def fork_attention_triton(
     *,
     scale: float,
     depth: int,
+    window: int = 0,
+    write: bool = True,
 ) -> Tensor:
     """Launch the kernels; arguments as in ``fork_attention_paged``."""
     num_queries, num_heads, head_dim = query_QNH.shape
@@ -317,36 +349,39 @@ def fork_attention_triton(
     group = num_heads // num_kv_heads
     has_rows = query_rows is not None
     out_QNH = query_QNH.new_empty(query_QNH.shape)
-    programs, table = num_programs(query_QNH.device), launch_table(query_QNH.device)
+    programs = num_programs(query_QNH.device)
+    table = launch_table(query_QNH.device).attention_of(head_dim)
     # Queries that are read out are few and have many keys. The number of parts must not depend on the round.
     splits = READOUT_SPLITS if has_rows else 1
     parts = (splits, num_queries, num_heads) if splits > 1 else (0, 0, 0)
     partial = query_QNH.new_empty(*parts, head_dim, dtype=torch.float32)
     stats = query_QNH.new_empty(*parts, 2, dtype=torch.float32)
     strides = (key_TMH.stride(0), key_TMH.stride(1), value_TMH.stride(0), value_TMH.stride(1))
-    _write_pages_kernel[(2 * programs,)](
-        key_TMH,
-        value_TMH,
-        kv_pool,
-        out_QNH,
-        row_segments,
-        segment_offsets,
-        segment_parents,
-        segment_starts,
-        segment_pages,
-        page_table,
-        num_rows,
-        segment_parents.shape[0],
-        num_queries,
-        *strides,
-        M=num_kv_heads,
-        N=num_heads,
-        H=head_dim,
-        PAGE=PAGE_SIZE,
-        B=16,
-        HAS_ROWS=has_rows,
-        num_warps=4,
-    )
+    if write or not has_rows:
+        _write_pages_kernel[(2 * programs,)](
+            key_TMH,
+            value_TMH,
+            kv_pool,
+            out_QNH,
+            row_segments,
+            segment_offsets,
+            segment_parents,
+            segment_starts,
+            segment_pages,
+            page_table,
+            num_rows,
+            segment_parents.shape[0],
+            num_queries,
+            *strides,
+            M=num_kv_heads,
+            N=num_heads,
+            H=head_dim,
+            PAGE=PAGE_SIZE,
+            B=16,
+            HAS_ROWS=has_rows,
+            WRITE=write,
+            num_warps=4,
+        )
     _fork_attention_kernel[(programs,)](
         query_QNH,
         key_TMH,
@@ -380,8 +415,9 @@ def fork_attention_triton(
         SPLITS=splits,
         DEPTH=depth,
         PRECISION="ieee" if query_QNH.dtype == torch.float32 else "tf32",
-        STAGES=table.attention_stages,
-        num_warps=table.attention_warps,
+        STAGES=table.stages,
+        WINDOW=window,
+        num_warps=table.warps,
     )
     if splits > 1:
         _combine_kernel[(num_queries * num_heads,)](
@@ -395,6 +431,6 @@ def fork_attention_triton(
             N=num_heads,
             H=head_dim,
             SPLITS=splits,
-            num_warps=1,
+            num_warps=combine_warps(head_dim),
         )
     return out_QNH

@@ -669,6 +669,8 @@ def fork_gated_delta_triton(
         num_warps=table.prepare_warps,
     )
 
+    # In float32 chunks are twice as large: two or three at a time need more shared memory than there is.
+    stages = 1 if exact else table.scan_stages
     for level in range(depth):
         # Tiles of columns divide a head; V & -V is the largest power of two that does.
         columns = narrow = min(table.scan_columns, value_dim & -value_dim)
@@ -707,7 +709,7 @@ def fork_gated_delta_triton(
             LEVEL=level,
             HAS_CACHE=has_cache,
             PRECISION=precision,
-            STAGES=table.scan_stages if pipelined else 0,
+            STAGES=stages if pipelined else 0,
             num_warps=table.scan_warps,
         )
     return out_TNV

@@ -29,18 +29,20 @@ _INPUTS = (
     " Tensor save_slots, Tensor row_segments, Tensor readout_rows"
 )
 _OUTPUTS = ", ".join(["Tensor"] * len(ForkSchedule._fields))
-torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int group) -> ({_OUTPUTS})")
+torch.library.define("flide::fork_schedule", f"({_INPUTS}, int conv_width, int group, int head_dim) -> ({_OUTPUTS})")
 
 
-def fork_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int) -> ForkSchedule:
+def fork_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int, head_dim: int) -> ForkSchedule:
     """The schedule of one stream.
 
     Args:
         meta: the stream.
         conv_width: taps of the model's short convolution; 1 where it has none.
-        group: query heads per key/value head; with the device's launch table it says how many rows a tile holds.
+        group: query heads per key/value head; with the head's size and the device's launch table it says how many rows
+            a tile holds.
+        head_dim: channels of a head.
     """
-    return ForkSchedule(*torch.ops.flide.fork_schedule(*schedule_inputs(meta), conv_width, group))
+    return ForkSchedule(*torch.ops.flide.fork_schedule(*schedule_inputs(meta), conv_width, group, head_dim))
 
 
 def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
@@ -57,11 +59,11 @@ def schedule_inputs(meta: ForkMetadata) -> tuple[Tensor, ...]:
     )
 
 
-def with_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int) -> ForkMetadata:
+def with_schedule(meta: ForkMetadata, *, conv_width: int = 1, group: int, head_dim: int) -> ForkMetadata:
     """The metadata with its schedule on a GPU; unchanged elsewhere, where the references read the segments."""
     if not meta.arena.is_cuda:
         return meta
-    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, group=group))
+    return replace(meta, schedule=fork_schedule(meta, conv_width=conv_width, group=group, head_dim=head_dim))
 
 
 def _empty_schedule(parents: Tensor, rows: Tensor, readouts: Tensor, width: int, block: int) -> ForkSchedule:
@@ -82,16 +84,20 @@ def _empty_schedule(parents: Tensor, rows: Tensor, readouts: Tensor, width: int,
     return ForkSchedule(**{name: parents.new_empty(shape) for name, shape in shapes.items()})
 
 
+def _query_block(like: Tensor, group: int, head_dim: int) -> int:
+    return launch_table(like.device).attention_of(head_dim).query_block(group)
+
+
 @torch.library.register_fake("flide::fork_schedule")
-def _(offsets, parents, levels, initial_slots, save_rows, save_slots, row_segments, readout_rows, width, group):
-    block = launch_table(parents.device).query_block(group)
+def _(offsets, parents, levels, initial_slots, save_rows, save_slots, row_segments, readout_rows, width, *heads):
+    block = _query_block(parents, *heads)
     return tuple(_empty_schedule(parents, row_segments, readout_rows, width, block))
 
 
 @torch.library.impl("flide::fork_schedule", "CompositeExplicitAutograd")
 def _(*args):
-    *tensors, width, group = args
-    block = launch_table(tensors[0].device).query_block(group)
+    *tensors, width, group, head_dim = args
+    block = _query_block(tensors[0], group, head_dim)
     return tuple(fork_schedule_reference(*tensors, conv_width=width, query_block=block))
 
 
@@ -99,7 +105,7 @@ def _(*args):
 def _(*args):
     from flide.ops.fork_schedule.triton import fork_schedule_triton
 
-    *tensors, width, group = args
-    block = launch_table(tensors[0].device).query_block(group)
+    *tensors, width, group, head_dim = args
+    block = _query_block(tensors[0], group, head_dim)
     schedule = _empty_schedule(tensors[1], tensors[6], tensors[7], width, block)
     return tuple(fork_schedule_triton(*tensors, conv_width=width, query_block=block, schedule=schedule))
