@@ -9,21 +9,32 @@ from typing import Any
 
 import pytest
 
+from flide.models import Gemma4ForDecision, Qwen35ForDecision
 from flide.runtime.config import EngineConfig
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tree import TreeLayout
-from scripts.bench_engine import PARITY, Bench
+from scripts.bench_engine import PARITY, Bench, products
 from scripts.bench_server import fitted, steps
+from scripts.random_models import config_of
 from scripts.workloads import FIXED
+from tests.models.gemma4 import published
 from tests.oracle import tiny_config
 
 WORKLOADS = ("race", "multirc", "decision_index")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["forked", "unforked"])
+GEMMA = {**published("e2b"), "model_type": "gemma4_text", "vocab_size": 512, "vocab_size_per_layer_input": 512}
+FIELDS = {"qwen": {**tiny_config().to_dict(), "vocab_size": 512}, "gemma": {**GEMMA, "sliding_window": 100}}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("qwen", True), ("qwen", False), ("gemma", True), ("gemma", False)],
+    ids=["qwen_forked", "qwen_unforked", "gemma_forked", "gemma_unforked"],
+)
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    fields = {**tiny_config().to_dict(), "vocab_size": 512}
-    bench = Bench(fields, EngineConfig(device="cpu", fork=request.param), device="cpu")
+    family, fork = request.param
+    bench = Bench(FIELDS[family], EngineConfig(device="cpu", fork=fork), device="cpu")
     bench.model.float()
     bench.start(WORKLOADS)
     yield bench
@@ -50,6 +61,32 @@ def test_the_order_of_questions_matters(bench: Bench, monkeypatch: pytest.Monkey
     ask = bench.ask
     monkeypatch.setattr(bench, "ask", lambda parts: [_rotated(decision) for decision in ask(parts)])
     assert max(bench.parity().values()) > PARITY
+
+
+class TestProducts:
+    """What an ideal engine multiplies, counted in a forward pass."""
+
+    def test_every_layer_is_whole_where_no_other_can_be_cut(self) -> None:
+        model = Qwen35ForDecision.from_config(FIELDS["qwen"])
+        found = products(model, 70, 3)
+        assert {rows for _, rows in found} == {70}
+        model.merge_projections()
+        weights = [model.get_submodule(name).weight for name, _ in found]
+        counted = sum(weight.numel() for weight in weights)
+        matrices = [x for name, x in model.model.named_parameters() if name.endswith("proj.weight")]
+        matrices += [
+            x for name, x in model.model.named_parameters() if "in_proj" in name and not name.endswith("proj.weight")
+        ]
+        assert counted == sum(x.numel() for x in matrices)
+
+    @pytest.mark.parametrize("size", ["e2b", "e4b"])
+    def test_behind_the_last_writer_only_readout_rows_count(self, size: str) -> None:
+        model = Gemma4ForDecision.on_meta(config_of(size))
+        last = model.model.last_writer
+        for name, rows in products(model, 600, 4):
+            layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+            is_key_value = name.endswith(("k_proj", "v_proj"))
+            assert rows == (600 if layer < last or (layer == last and is_key_value) else 4), name
 
 
 def _with_a_wrong_page(layout: TreeLayout) -> TreeLayout:

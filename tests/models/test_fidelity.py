@@ -15,6 +15,7 @@ from flide.models import Qwen35ForDecision
 from flide.runtime import TokenTree
 from scripts import fidelity
 from scripts.fidelity import COMPILED, OURS, THEIRS, Comparison, Errors
+from tests.models.gemma4 import VARIANTS, published
 from tests.oracle import random_tree, tiny_config
 from tests.tolerance import BF16_ERROR_RATIO
 
@@ -37,6 +38,14 @@ def test_64_prompts_of_0_8b_err_no_more_than_in_transformers() -> None:
     assert result.prompts == 64
     assert result.rounds > 1
     assert result.ratio(OURS) <= BF16_ERROR_RATIO
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("_free_memory")
+@pytest.mark.parametrize("size", ["e2b", "e4b"])
+def test_64_prompts_of_gemma_err_no_more_than_in_transformers(size: str) -> None:
+    assert fidelity.run(size, prompts=64).ratio(OURS) <= BF16_ERROR_RATIO
 
 
 @pytest.mark.gpu
@@ -98,6 +107,19 @@ def test_one_wrong_weight_fails(trees: list[TokenTree], wrong: str) -> None:
     result = tiny_comparison(trees[:2], wrong=wrong)
     assert not result.passes
     assert result.ratio(THEIRS) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gemma_passes_and_one_wrong_weight_fails(variant: str, trees: list[TokenTree]) -> None:
+    config = {**published(variant), "model_type": "gemma4_text"}
+    for wrong in (None, "model.layers.2.self_attn.o_proj.weight"):
+        model = fidelity.random_model(config, device="cpu")
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if wrong is not None:
+            torch.nn.init.normal_(model.state_dict()[wrong], std=0.02)
+        result = fidelity.compare(model, config, trees[:2], fidelity.random_labels(VOCAB), weights=weights)
+        assert result.passes == (wrong is None)
+        assert 0 < result.errors[THEIRS].logit_rms < 0.1 * result.logit_std
 
 
 @pytest.mark.parametrize("prompts", [1, 8, 64])

@@ -31,10 +31,12 @@ def isolated_attention(
     *,
     scale: float,
     dtype: torch.dtype,
+    window: int = 0,
     query_rows: Tensor | None = None,
 ) -> Tensor:
     """``[Q, N, H]`` in ``dtype``, without cached trunks; rows of padding are zero."""
     segments = meta.row_segments.long()
+    time_T = _times(meta)
     rows_Q = torch.arange(query_QNH.shape[0], device=segments.device) if query_rows is None else query_rows.long()
     seen_SS, root_S = _ancestors(meta.segment_parents)
     owner_T = torch.where(segments >= 0, root_S[segments], -1)
@@ -45,6 +47,8 @@ def isolated_attention(
             continue
         rows, keys = rows_Q[where], (owner_T == request).nonzero()[:, 0]
         visible_QL = seen_SS[segments[rows]][:, segments[keys]] & (keys[None] <= rows[:, None])
+        if window:
+            visible_QL &= time_T[rows][:, None] - time_T[keys][None] < window
         query = _operand(query_QNH[where], dtype).unflatten(1, (key_TMH.shape[1], -1))
         scores_MRQL = torch.einsum("qmrh,lmh->mrql", query, _operand(key_TMH[keys], dtype)) * scale
         weights_MRQL = scores_MRQL.masked_fill(~visible_QL, float("-inf")).softmax(-1)
@@ -145,6 +149,14 @@ def _ancestors(parents_S: Tensor) -> tuple[Tensor, Tensor]:
         root = torch.where(parents_S[root] >= 0, parents_S[root].long(), root)
         seen_SS[torch.arange(len(root), device=root.device), root] = True
     return seen_SS, root
+
+
+def _times(meta: ForkMetadata) -> Tensor:
+    """``[T]`` rows before each row on its path, counted from the paths themselves."""
+    time_T = torch.zeros_like(meta.row_segments)
+    for rows in _paths(meta):
+        time_T[rows] = torch.arange(len(rows), dtype=time_T.dtype, device=time_T.device)
+    return time_T
 
 
 def _paths(meta: ForkMetadata) -> list[list[int]]:

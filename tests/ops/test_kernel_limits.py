@@ -67,11 +67,9 @@ def seed_of(name: str) -> int:
     return sum(ord(c) << (i % 16) for i, c in enumerate(name))
 
 
-def attention_layer(
-    meta: ForkMetadata, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int, seed: int
-) -> Attention:
+def attention_layer(meta: ForkMetadata, dtype: torch.dtype, **sizes: Any) -> Attention:
     """Random inputs, all of them views (a head's query stands beside its gate), and a pool of NaN."""
-    layer = Attention(meta.tokens.shape[0], dtype, heads=heads, kv_heads=kv_heads, dim=dim, seed=seed)
+    layer = Attention(meta.tokens.shape[0], dtype, **sizes)
     layer.query = torch.stack([layer.query, layer.query + 1], 2)[:, :, 0]
     pages = int(meta.page_table.max()) + 2 if len(meta.page_table) else 1
     layer.pool = torch.full((pages, *layer.pool.shape[1:]), NAN, dtype=dtype, device=DEVICE)
@@ -108,9 +106,11 @@ def test_isolated_paths_equal_the_row_by_row_oracles(name: str) -> None:
     query, key, value = torch.randn(3, meta.tokens.shape[0], 2, 16, dtype=torch.float64)
     for rows in (None, meta.readout_rows):
         selected = query if rows is None else query[: len(rows)]
-        expected = naive.naive_attention(selected, key, value, meta, scale=0.3, query_rows=rows)
-        out = isolated_attention(selected, key, value, meta, scale=0.3, dtype=torch.float64, query_rows=rows)
-        assert relative_error(out, expected) <= FP64
+        for window in (0, 5):
+            options: dict[str, Any] = {"scale": 0.3, "window": window, "query_rows": rows}
+            expected = naive.naive_attention(selected, key, value, meta, **options)
+            out = isolated_attention(selected, key, value, meta, dtype=torch.float64, **options)
+            assert relative_error(out, expected) <= FP64
 
 
 @on_small_sweep
@@ -138,7 +138,8 @@ def test_attention_of_small_shapes(name: str) -> None:
 def exact_attention(layer: Attention, meta: ForkMetadata, rows: Tensor | None) -> Tensor:
     query = layer.query if rows is None else layer.query[: len(rows)]
     query, key, value = (x.double() for x in (query, layer.key, layer.value))
-    return isolated_attention(query, key, value, meta, scale=layer.scale, dtype=torch.float64, query_rows=rows)
+    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "query_rows": rows}
+    return isolated_attention(query, key, value, meta, dtype=torch.float64, **options)
 
 
 @pytest.mark.gpu
@@ -162,6 +163,28 @@ def test_attention_errs_no_more_than_plain_bfloat16(name: str, heads: int, kv_he
     check_attention_errors(SWEEP[name], torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256, seed=seed_of(name))
 
 
+# What Gemma 4's layers have: E2B, E4B, 12B and 31B.
+GEMMA = {
+    "e2b_sliding": {"heads": 8, "kv_heads": 1, "dim": 256, "window": 512},
+    "e4b_sliding": {"heads": 8, "kv_heads": 2, "dim": 256, "window": 512},
+    "12b_sliding": {"heads": 4, "kv_heads": 2, "dim": 256, "window": 1024},
+    "e2b_full": {"heads": 8, "kv_heads": 1, "dim": 512},
+    "e4b_full": {"heads": 8, "kv_heads": 2, "dim": 512},
+    "12b_full": {"heads": 16, "kv_heads": 1, "dim": 512},
+}
+ON_GEMMA = pytest.mark.parametrize("sizes", GEMMA.values(), ids=GEMMA)
+LONG: list[Shape] = [(4804, [103, 103, 1, 0, 600, (70, [1, 103, 64]), (1100, [5])]), (509, [1, 2, 3, 4, 5, 103])]
+
+
+@pytest.mark.gpu
+@ON_GEMMA
+@pytest.mark.parametrize("name", ["trunks_around_64", "leaves", "long"])
+def test_attention_of_gemma_errs_no_more_than_plain_bfloat16(name: str, sizes: dict[str, int]) -> None:
+    """With windows of 20 in the rounds of short paths."""
+    sizes = sizes if name == "long" or "window" not in sizes else sizes | {"window": 20}
+    check_attention_errors({**SWEEP, "long": LONG}[name], torch.bfloat16, seed=seed_of(name), **sizes)
+
+
 def check_delta_errors(
     shapes: list[Shape],
     dtype: torch.dtype,
@@ -180,15 +203,14 @@ def check_delta_errors(
     assert_errs_no_more(layer.kernel(meta)[0], plain, exact, meta, meta.row_segments, segment_budget=SEGMENT_BUDGET)
 
 
-def check_attention_errors(
-    shapes: list[Shape], dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int, seed: int
-) -> None:
+def check_attention_errors(shapes: list[Shape], dtype: torch.dtype, **sizes: int) -> None:
     meta = pack(shapes)
-    layer = attention_layer(meta, dtype, heads=heads, kv_heads=kv_heads, dim=dim, seed=seed)
+    layer = attention_layer(meta, dtype, **sizes)
     for rows in (None, meta.readout_rows):
         query = layer.query if rows is None else layer.query[: len(rows)]
         inputs = query, layer.key, layer.value
-        plain = isolated_attention(*inputs, meta, scale=layer.scale, dtype=dtype, query_rows=rows)
+        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "query_rows": rows}
+        plain = isolated_attention(*inputs, meta, dtype=dtype, **options)
         owners = meta.row_segments if rows is None else meta.row_segments[rows]
         exact = exact_attention(layer, meta, rows)
         assert_errs_no_more(layer.kernel(meta, rows), plain, exact, meta, owners, segment_budget=LOW_PRECISION_BUDGET)
@@ -242,10 +264,10 @@ def padded_round(padding: int) -> ForkMetadata:
     return pack(PADDED, padding=padding, caches=caches)
 
 
-def check_attention_padding(dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int) -> None:
+def check_attention_padding(dtype: torch.dtype, *, kv_heads: int, dim: int, **sizes: int) -> None:
     padded, exact = padded_round(40), padded_round(0)
     active = naive.active_rows(padded)
-    layer = attention_layer(padded, dtype, heads=heads, kv_heads=kv_heads, dim=dim, seed=1)
+    layer = attention_layer(padded, dtype, kv_heads=kv_heads, dim=dim, seed=1, **sizes)
     cached = torch.randn(2, 2, kv_heads, PAGE_SIZE, dim, generator=torch.Generator().manual_seed(2)).to(layer.pool)
 
     def run(meta: ForkMetadata, filler: float, *, readouts: bool) -> tuple[Tensor, Tensor]:
@@ -305,8 +327,9 @@ def check_delta_padding(dtype: torch.dtype, *, key_heads: int, heads: int, dim: 
         assert all(torch.equal(x, y) for x, y in zip(other, runs[0], strict=True))
 
 
-def test_attention_padding_in_float32() -> None:
-    check_attention_padding(torch.float32, heads=2, kv_heads=1, dim=32)
+@pytest.mark.parametrize("window", [0, 40])
+def test_attention_padding_in_float32(window: int) -> None:
+    check_attention_padding(torch.float32, heads=2, kv_heads=1, dim=32, window=window)
 
 
 def test_delta_rule_padding_in_float32() -> None:
@@ -317,6 +340,12 @@ def test_delta_rule_padding_in_float32() -> None:
 @ATTENTION_HEADS
 def test_attention_padding_in_bfloat16(heads: int, kv_heads: int) -> None:
     check_attention_padding(torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256)
+
+
+@pytest.mark.gpu
+@ON_GEMMA
+def test_attention_padding_of_gemma_in_bfloat16(sizes: dict[str, int]) -> None:
+    check_attention_padding(torch.bfloat16, **sizes | ({"window": 40} if "window" in sizes else {}))
 
 
 @pytest.mark.gpu
@@ -502,8 +531,18 @@ def quality_round() -> ForkMetadata:
 @pytest.mark.gpu
 @ATTENTION_HEADS
 def test_attention_repeats_its_bits(heads: int, kv_heads: int) -> None:
+    check_repetition(heads=heads, kv_heads=kv_heads, dim=256)
+
+
+@pytest.mark.gpu
+@ON_GEMMA
+def test_attention_of_gemma_repeats_its_bits(sizes: dict[str, int]) -> None:
+    check_repetition(**sizes)
+
+
+def check_repetition(**sizes: int) -> None:
     meta = quality_round()
-    layer = attention_layer(meta, torch.bfloat16, heads=heads, kv_heads=kv_heads, dim=256, seed=5)
+    layer = attention_layer(meta, torch.bfloat16, seed=5, **sizes)
     for rows in (None, meta.readout_rows):
         first = layer.kernel(meta, rows)
         assert all(torch.equal(layer.kernel(meta, rows), first) for _ in range(REPETITIONS - 1))

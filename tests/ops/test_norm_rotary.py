@@ -15,7 +15,7 @@ from tests.tolerance import FP32_RELATIVE, FP64, KERNEL_BUDGET
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # rows, heads, head dim, rotated pairs
-SIZES = [(1, 1, 16, 8), (7, 3, 32, 4), (33, 2, 256, 32), (5, 6, 64, 32)]
+SIZES = [(1, 1, 16, 8), (7, 3, 32, 4), (33, 2, 256, 32), (5, 6, 64, 32), (9, 2, 512, 256)]
 
 
 def inputs(size: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def test_kernel_takes_inputs_of_any_strides() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(6658, 8, 256, 32), (345, 2, 256, 32)])
+@pytest.mark.parametrize("size", [(6658, 8, 256, 32), (345, 2, 256, 32), (6658, 8, 512, 256), (345, 1, 512, 256)])
 def test_kernel_in_bfloat16(size: Any) -> None:
     x, *rest = inputs(size, torch.bfloat16, "cuda")
     exact = norm_rotary_reference(x.double(), *(y.double() for y in rest), eps=1e-6, offset=1.0)
