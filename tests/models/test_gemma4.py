@@ -330,19 +330,19 @@ class TestKernels:
 
 @pytest.mark.gpu
 class TestCuda:
-    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("variant", ["e2b", "12b"])
     def test_float32_matches_isolated_prompts(self, variant: str) -> None:
         hf = tiny_gemma4(variant)
-        model = on_cuda(hf, torch.float32)
-        for name in TREES:
-            trees = trees_of(name)
-            logits = logits_on_cuda(model, trees)
-            assert (logits - expected_logits(hf, trees)).abs().max() <= LOGITS_FP32 * logits.std(), name
+        trees = [tree for name in TREES for tree in trees_of(name)]
+        assert_close(logits_on_cuda(on_cuda(hf, torch.float32), trees), expected_logits(hf, trees))
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_bfloat16_error_is_like_that_of_transformers(self, variant: str, tmp_path: Path) -> None:
-        """With heads as published; the sizes of tiny ones would leave little to be rounded."""
+        """With heads of published sizes, and scores as small as those of small heads."""
         hf = tiny_gemma4(variant, head_dim=256, global_head_dim=512, sliding_window=40)
+        for name, parameter in hf.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.data.mul_(0.5)
         hf.save_pretrained(tmp_path)
         rounded = Gemma4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
         trees = [tree for name in TREES for tree in trees_of(name)]
