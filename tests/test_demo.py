@@ -301,7 +301,7 @@ def test_model_is_within_its_budget(tokenizer):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert parameters <= MOST_PARAMETERS
     assert 2 * parameters < MOST_BYTES
-    model.check_kernels()
+    model.bfloat16().check_kernels()
 
 
 def test_batched_forward_is_the_library_s(data, directory):
