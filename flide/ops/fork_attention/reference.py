@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flide.ops.segments import Segment, read_segments
 
-QUERY_BLOCK = 512  # bounds the score matrix to [N, QUERY_BLOCK, L]
+QUERY_BLOCK = 512  # queries at a time; fewer where they would have more scores than
+MOST_SCORES = 8 << 20
 
 
 def fork_attention_reference(
@@ -50,16 +51,21 @@ def fork_attention_reference(
             if write and s.level == 0 and len(s):
                 pages.write(i, starts[i], key_TMH[s.begin : s.end], value_TMH[s.begin : s.end])
 
+    out_QNH = query_QNH.new_zeros(query_QNH.shape)
     out_rows, outs = [], []
     for index, where, rows in _queries_by_segment(segments, query_rows, query_QNH.shape[0]):
         key_LMH, value_LMH = _path_keys(segments, index, starts, key_TMH, value_TMH, pages)
         own = segments[index]
         position_of_own_begin = key_LMH.shape[0] - len(own)
         time_Q = rows - own.begin + position_of_own_begin
-        for block in torch.arange(len(time_Q)).split(QUERY_BLOCK):
-            out_rows.append(where[block])
-            outs.append(_attend(query_QNH[where[block]], key_LMH, value_LMH, time_Q[block], scale, window))
-    out_QNH = query_QNH.new_zeros(query_QNH.shape)
+        most = max(32, min(QUERY_BLOCK, MOST_SCORES // (query_QNH.shape[1] * max(1, key_LMH.shape[0]))))
+        for block in torch.arange(len(time_Q)).split(most):
+            o_QNH = _attend(query_QNH[where[block]], key_LMH, value_LMH, time_Q[block], scale, window)
+            if o_QNH.requires_grad:
+                out_rows.append(where[block])
+                outs.append(o_QNH)
+            else:  # what is kept between blocks of growing size would leave the memory of each in pieces
+                out_QNH[where[block].to(out_QNH.device)] = o_QNH.to(out_QNH.dtype)
     if not outs:
         return out_QNH
     return out_QNH.index_copy(0, torch.cat(out_rows).to(query_QNH.device), torch.cat(outs).to(query_QNH.dtype))
