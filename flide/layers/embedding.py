@@ -22,4 +22,5 @@ class ScaledEmbedding(nn.Embedding):
         self.scales = {dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in _DTYPES}
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.scales[self.weight.dtype]
+        # A compiler computes addresses in the indices' dtype, and a table may have more than 2^31 elements.
+        return super().forward(input.long()) * self.scales[self.weight.dtype]

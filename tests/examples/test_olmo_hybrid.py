@@ -323,7 +323,7 @@ class TestCuda:
     @pytest.mark.parametrize("name", TREES)
     def test_float32_matches_isolated_prompts(self, name: str) -> None:
         hf = tiny_olmo(**self.FLOAT32)
-        model = OlmoHybridForDecision.from_config(hf.config, device="cuda")
+        model = OlmoHybridForDecision.from_config(hf.config, dtype=torch.float32, device="cuda")
         model.load_state_dict(hf.state_dict())
         trees = [random_tree(shape, VOCAB, torch.Generator().manual_seed(1)) for shape in TREES[name]]
         assert_close(logits_on_cuda(model.eval(), trees), expected_logits(hf, trees))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
@@ -135,6 +136,22 @@ def test_embedding_scale_is_rounded_as_in_transformers(size: int) -> None:
         same_weights(theirs, ours)
         assert torch.equal(ours(torch.arange(7)), theirs(torch.arange(7)))
     assert ScaledEmbedding(7, 4, 1536**0.5).scales[torch.bfloat16] == 39.25
+
+
+def test_rows_are_looked_up_by_indices_of_64_bits() -> None:
+    """Compiled code computes addresses in the dtype of the indices; published tables have more than 2^31 elements."""
+
+    class Seen(TorchDispatchMode):
+        dtypes: ClassVar[list[torch.dtype]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.embedding.default:
+                self.dtypes.append(args[1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        ScaledEmbedding(7, 4, 2.0)(torch.arange(7, dtype=torch.int32))
+    assert Seen.dtypes == [torch.int64]
 
 
 def test_proportional_rotary_matches_transformers() -> None:
