@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flide.errors import RequestError
 from flide.runtime import text_cuts, word_ids
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.word_ids import LONGEST_KEPT, NEW_AT_LEAST, NEW_SHARE, WordIds
+from flide.runtime.word_ids import LONGEST, NEW_AT_LEAST, NEW_SHARE, WordIds
 from tests.runtime.test_text_cuts import family_pair
 from tests.tiny_tokenizer import build_tokenizer, wrap
 from tests.tokenizer_families import FAMILIES, QUICK, TEXTS, whole
@@ -91,15 +91,25 @@ def test_new_words_are_few_of_what_a_text_costs() -> None:
     assert found == [ord(c) for c in text], "a text that comes again is learnt in the end"
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_ids, "MOST_WORDS", 50)
-    known = WordIds(Counting(), lambda ids: True)
+@pytest.mark.parametrize(("words", "characters"), [(50, 1 << 20), (1 << 15, 900)])
+def test_what_is_kept_is_bounded(words: int, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ids, "MOST_WORDS", words)
+    monkeypatch.setattr(word_ids, "MOST_CHARACTERS", characters)
+    known, largest = WordIds(Counting(), lambda ids: True), 0
     for number in range(500):
         letters = "".join(chr(97 + int(digit)) for digit in str(number))
-        text = f"word{letters} " + "y" * (LONGEST_KEPT + 5) + " end"
+        text = f"word{letters} of {letters}ing, {letters} end"
         assert known.ids(text) == [ord(c) for c in text]
-        assert len(known._known) <= 50
-        assert all(len(piece) <= LONGEST_KEPT for piece in known._known)
+        largest = max(largest, len(known._known))
+        assert len(known._known) <= words
+        assert sum(map(len, known._known)) <= characters
+    assert largest > 20
+
+
+def test_what_is_too_long_is_left_to_others() -> None:
+    encode = Counting()
+    assert WordIds(encode, lambda ids: True).ids("a " + "y" * (LONGEST + 1) + " end") is None
+    assert max(map(len, encode.seen)) <= LONGEST
 
 
 def test_what_may_not_be_kept_is_looked_at_each_time() -> None:
