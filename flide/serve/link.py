@@ -31,8 +31,8 @@ class Link:
     def send(self, *message: Any) -> None:
         """What cannot be sent any more, because the other end is gone, is dropped."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
-        self._writer.write(data)
+        # At once: a length that comes by itself would wake the other end twice.
+        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     async def messages(self) -> AsyncIterator[tuple[Any, ...]]:
         """Until the other end is gone."""
