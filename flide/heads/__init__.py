@@ -2,6 +2,16 @@
 
 from flide.heads.files import load_head, save_head
 from flide.heads.head import Head, OptionReads, register_head
-from flide.heads.kinds import LinearHead, OptionHead, ScalarHead
+from flide.heads.kinds import LinearHead, OpenJevHead, OptionHead, ScalarHead
 
-__all__ = ["Head", "LinearHead", "OptionHead", "OptionReads", "ScalarHead", "load_head", "register_head", "save_head"]
+__all__ = [
+    "Head",
+    "LinearHead",
+    "OpenJevHead",
+    "OptionHead",
+    "OptionReads",
+    "ScalarHead",
+    "load_head",
+    "register_head",
+    "save_head",
+]

@@ -1,4 +1,4 @@
-"""The three heads there are: rows of ``lm_head``, a score per candidate, a fixed set of labels.
+"""The heads there are: rows of ``lm_head``, a score per candidate in two wordings, a fixed set of labels.
 
 Shapes: N readout rows, D hidden size, L labels.
 """
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from flide.errors import FlideError
 from flide.heads.head import ZERO, Head, register_head
 from flide.runtime.decision import num_options
-from flide.runtime.prompt import PromptStyle, render_value
+from flide.runtime.openjev import OPEN_JEV
+from flide.runtime.prompt import render_value
 from flide.runtime.request import Choice, Noul, Question
 
 if TYPE_CHECKING:
@@ -59,13 +60,12 @@ class OptionHead(Head):
 class ScalarHead(Head):
     """One score per candidate, ``w . h + b``: the log-odds that a proposed answer is right.
 
-    A choice or a score is the softmax over its candidates' scores; a yes-or-no question has one, against 0. Open-Jev's
-    head. It starts as ``lm_head[Yes] - lm_head[No]`` with bias 0, which reads the log-odds of Yes against No out of the
-    model as it is.
+    A choice or a score is the softmax over its candidates' scores; a yes-or-no question has one, against 0. It starts
+    as ``lm_head[Yes] - lm_head[No]`` with bias 0, which reads the log-odds of Yes against No out of the model as it is.
     """
 
     kind = "scalar"
-    prompt_style: ClassVar[PromptStyle] = "candidates"
+    prompt_style: ClassVar[str] = "candidates"
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -97,6 +97,33 @@ class ScalarHead(Head):
 
 
 @register_head
+class OpenJevHead(ScalarHead):
+    """A :class:`ScalarHead` that is asked in Open-Jev's words.
+
+    Args:
+        hidden_size: D.
+        max_prompt_tokens: longest prompt that it was trained for; None for what the model was made for.
+    """
+
+    kind = OPEN_JEV
+    prompt_style: ClassVar[str] = OPEN_JEV
+
+    def __init__(self, hidden_size: int, *, max_prompt_tokens: int | None = None) -> None:
+        super().__init__(hidden_size)
+        self.max_prompt_tokens = max_prompt_tokens
+
+    def settings(self) -> dict[str, Any]:
+        return {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], hidden_size: int) -> Self:
+        longest = settings.get("max_prompt_tokens")
+        if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
+            raise FlideError("max_prompt_tokens should be a number of tokens")
+        return cls(hidden_size, max_prompt_tokens=longest)
+
+
+@register_head
 class LinearHead(Head):
     """One logit per label of a fixed set, ``W h + b``, of which a question takes those of its options.
 
@@ -108,7 +135,7 @@ class LinearHead(Head):
     """
 
     kind = "linear"
-    prompt_style: ClassVar[PromptStyle] = "question"
+    prompt_style: ClassVar[str] = "question"
 
     def __init__(self, labels: Sequence[str], hidden_size: int) -> None:
         super().__init__()
@@ -166,4 +193,4 @@ def softcapped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-__all__ = ["LinearHead", "OptionHead", "ScalarHead", "label_names", "softcapped"]
+__all__ = ["LinearHead", "OpenJevHead", "OptionHead", "ScalarHead", "label_names", "softcapped"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flide.errors import ModelOutputError, RequestError
 from flide.heads import Head
 from flide.runtime.decision import Decision
-from flide.runtime.prompt import ChatFormat
+from flide.runtime.format import DecisionFormat
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.wire import place
@@ -30,7 +30,7 @@ class RequestReader:
         model_name, temperatures, model_hash: of the engine.
     """
 
-    format: ChatFormat
+    format: DecisionFormat
     head: Head
     depth: int
     max_request_tokens: int | None

@@ -8,24 +8,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flide.errors import ModelOutputError, RequestError
-from flide.heads import Head, OptionHead, OptionReads
+from flide.errors import ModelOutputError
+from flide.heads import Head, OptionHead
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import MAX_REQUESTS, needed_by
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
+from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
-from flide.runtime.prompt import ChatFormat, EncodedRequest
-from flide.runtime.request import DecisionRequest
+from flide.runtime.planner import plan_tree
+from flide.runtime.reads import OptionReads, Reads
+from flide.runtime.request import DecisionRequest, Question
 from flide.runtime.streams import PendingLogits, StreamRun, Streams
-from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout, longest_common_prefix
-from flide.runtime.wire import MAX_ERRORS, place
+from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 
 logger = logging.getLogger("flide.engine")
 
@@ -37,7 +37,8 @@ class PreparedRequest:
     """A validated request and its token tree, laid out: what can be done here need not be done on the engine's thread.
 
     The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
-    ``reads`` says where each option's logit will be. ``reused`` is how many rows forking saves.
+    ``reads`` says where each option's logit will be, ``reused`` how many rows forking saves, ``temperature`` what a
+    question's logits are divided by. All rows of a request run in one round, so that no softmax is ever split.
     """
 
     request: DecisionRequest
@@ -45,12 +46,13 @@ class PreparedRequest:
     num_options: list[int]
     layout: TreeLayout
     needed: StreamCapacity
-    reads: OptionReads
+    reads: Reads
     reused: int
+    temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type
 
     @classmethod
     def encode(
-        cls, request: DecisionRequest, format: ChatFormat, head: Head, *, depth: int = MAX_DEPTH
+        cls, request: DecisionRequest, format: DecisionFormat, head: Head, *, depth: int = MAX_DEPTH
     ) -> PreparedRequest:
         """Prepare a parsed request for a head.
 
@@ -61,35 +63,26 @@ class PreparedRequest:
             depth: levels of the tree, at most: with 3, candidates share their question.
 
         Raises:
-            RequestError: the head has no column for an option, or see :meth:`ChatFormat.encode`.
+            RequestError: the head has no column for an option, or see :meth:`DecisionFormat.encode`.
         """
-        columns, errors = [], []
-        for question_id, question in request.questions.items():
-            try:
-                columns.append(head.columns(question))
-            except ValueError as error:
-                errors.append({"loc": place("questions", question_id), "msg": str(error), "type": "value_error"})
-        if errors:
-            raise RequestError(errors[:MAX_ERRORS])
-        reads = OptionReads.of(columns, row_per_option=head.prompt_style == "candidates")
-        return cls.from_encoded(request, format.encode(request), reads, depth=depth)
+        encoded = format.encode(request)
+        prepared = cls.from_encoded(request, encoded, format.reads(request, head, encoded), depth=depth)
+        return replace(prepared, temperature=format.temperature)
 
     @classmethod
     def from_encoded(
         cls,
         request: DecisionRequest,
         encoded: EncodedRequest,
-        reads: OptionReads | None = None,
+        reads: Reads | None = None,
         *,
         depth: int = MAX_DEPTH,
     ) -> PreparedRequest:
-        tree = _tree_of(encoded.tails, encoded.num_prompts, depth)  # tails may begin alike, too
-        tree = replace(tree, tokens=[*encoded.shared, *tree.tokens])
-        return cls.of(request, tree, encoded.num_options, reads)
+        return cls.of(request, plan_tree(encoded, depth=depth), encoded.num_options, reads)
 
     @classmethod
     def of(
-        cls, request: DecisionRequest, tree: TokenTree, num_options: list[int], reads: OptionReads | None = None
+        cls, request: DecisionRequest, tree: TokenTree, num_options: list[int], reads: Reads | None = None
     ) -> PreparedRequest:
         """``reads``: None where the options of a question have the first columns of its only row."""
         layout = TreeLayout.of(tree)
@@ -110,10 +103,8 @@ class PreparedRequest:
         questions, is_option_QO = self.request.questions, self.reads.is_option_QO
         if not np.isfinite(logits_QO, where=is_option_QO, out=np.ones_like(is_option_QO)).all():
             return ModelOutputError("the model produced logits that are not finite")
-        if temperatures:
-            logits_QO = logits_QO / np.array(
-                [[temperatures.get(question.type, 1.0)] for question in questions.values()]
-            )
+        divisors_Q1 = np.array([[self.temperature(question, temperatures)] for question in questions.values()])
+        logits_QO = logits_QO / divisors_Q1
         weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
         answers = {
             question_id: answer_question(question, row[:count])
@@ -122,12 +113,13 @@ class PreparedRequest:
         return Decision(model=model_name, answers=answers, usage=Usage(self.needed.tokens, len(answers), self.reused))
 
     def alone(self) -> list[PreparedRequest]:
-        """Every question as a request of its own, its prompt unforked. Not for candidates."""
+        """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
         parts = []
         for i, (item, branch) in enumerate(zip(self.request.questions.items(), self.tree.children, strict=True)):
-            tree = TokenTree([*self.tree.tokens, *branch.tokens])
+            tree = TokenTree([*self.tree.tokens, *branch.tokens], readouts=branch.readouts)
             request = replace(self.request, questions=dict([item]))
-            parts.append(PreparedRequest.of(request, tree, [self.num_options[i]], self.reads.alone(i)))
+            part = PreparedRequest.of(request, tree, [self.num_options[i]], self.reads.alone(i))
+            parts.append(replace(part, temperature=self.temperature))
         return parts
 
 
@@ -140,7 +132,7 @@ class LogitsRequest:
 
     layout: TreeLayout
     needed: StreamCapacity
-    reads: OptionReads
+    reads: Reads
     reused: int
 
     @classmethod
@@ -154,22 +146,6 @@ class LogitsRequest:
 
 
 Runnable: TypeAlias = PreparedRequest | LogitsRequest
-
-
-def _tree_of(prompts: Sequence[list[int]], group_sizes: Sequence[int], depth: int) -> TokenTree:
-    """The trunk that all prompts share, and a branch for each group, with a leaf for each prompt where there are
-    several. Prompts of a group that share no more than the trunk are branches themselves, and so are all where there
-    are more groups than a round has room for."""
-    if depth == 2 or max(group_sizes) == 1 or len(group_sizes) >= MAX_REQUESTS:
-        return TokenTree.from_prompts(prompts)
-    cut = min(longest_common_prefix(prompts), min(map(len, prompts)) - 1)
-    children: list[TokenTree] = []
-    rest = iter([prompt[cut:] for prompt in prompts])
-    for size in group_sizes:
-        group = list(islice(rest, size))
-        branch = TokenTree.from_prompts(group)
-        children += [branch] if size > 1 and branch.tokens else [TokenTree(prompt) for prompt in group]
-    return TokenTree(prompts[0][:cut], tuple(children))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +247,6 @@ class RoundRunner:
             self.head = OptionHead(model.label_rows(label_ids), softcap=model.final_logit_softcapping)
         else:
             self.head = model.head
-        if not config.fork and self.head.prompt_style == "candidates":
-            raise ValueError(f"fork=False is not for a {self.head.kind} head: its questions fork into candidates")
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
         if device.type == "cuda":
             from flide.runtime.graphs import CudaStreams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import string
 import threading
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,9 @@ class PromptTokenizer:
             i for i, token in added.items() if token.special or token.content.strip() or i not in in_model
         )
         self._forbidden_ids = self._control_ids & in_model
+        contents = sorted((token.content for token in added.values() if token.content), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, contents))) if contents else None
+        self._longest_added = max(map(len, contents), default=0)
         self._cuts = cuts_of(plain)
         if self._cuts is None:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
@@ -190,12 +194,21 @@ class PromptTokenizer:
         length = min(len(os.path.commonprefix([first, *rest])), max(0, min(map(len, rest), default=0) - 1))
         return first[:length], [ids[length:] for ids in rest]
 
-    def encode_chat(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    def encode_chat(
+        self, shared: str, tails: Sequence[str], *, escape: bool = True
+    ) -> tuple[list[int], list[list[int]]]:
         """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
+
+        Args:
+            shared, tails: as ``encode_prompts``.
+            escape: keep what looks like a control token text. False tokenizes the rendered prompts as strings, so that
+                users' text can hold control tokens.
 
         Returns:
             ``(shared_ids, tail_ids)``; ``shared_ids + tail_ids[i]`` is the prompt that the chat template gives.
         """
+        if not escape and tails and self._holds_added_tokens(shared, tails):
+            return self._encode_rendered(shared, tails)
         frame = self.frame
         if frame.strips_right:
             # What is whitespace at the end of ``shared`` is at the end of the message where the tail is blank.
@@ -208,6 +221,30 @@ class PromptTokenizer:
                 tails = [tail.lstrip() for tail in tails]
         shared_ids, tail_ids = self.encode_prompts(frame.head_text + shared, [tail + frame.tail_text for tail in tails])
         return [*frame.head_ids, *shared_ids], [[*ids, *frame.tail_ids] for ids in tail_ids]
+
+    def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:
+        """Whether a message, with the plain text that the template puts next to it, holds the text of an added token.
+        Without one the rendered prompt is tokenized as the plain text that it is."""
+        if self._added is None:
+            return False
+        normalizer = self._plain.normalizer
+        # A token may begin in one text and end in the next.
+        seam = shared[-self._longest_added :]
+        texts = [self.frame.head_text + shared, *(seam + tail + self.frame.tail_text for tail in tails)]
+        if normalizer is not None:
+            texts += [normalizer.normalize_str(text) for text in texts if not text.isascii() and _is_unicode(text)]
+        return any(self._added.search(text) for text in texts)
+
+    def _encode_rendered(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+        """Whole prompts as the tokenizer reads their strings, split where the shared text ends or tokens differ."""
+        try:
+            rendered = [self._render(shared + tail) for tail in (*tails, "")]
+        except CheckpointError as error:
+            raise _refusal("the chat template refuses the text", "value_error") from error
+        *prompts, ends = _encode_batch(self._full, rendered)
+        length = len(os.path.commonprefix([*prompts, ends]))
+        length = min(length, min(map(len, prompts)) - 1)
+        return prompts[0][:length], [prompt[length:] for prompt in prompts]
 
     def labels(self, count: int) -> list[Label]:
         """The first ``count`` labels: A-Z, a-z, 0-9, then printable tokens in id order; each a single, distinct token.
@@ -234,6 +271,18 @@ class PromptTokenizer:
         if len(set(ids)) < len(texts):
             raise CheckpointError(f"the tokenizer does not tell {' and '.join(texts)} apart by their first token")
         return ids
+
+    def control_ids(self, texts: Sequence[str]) -> list[int]:
+        """The ids of control tokens, each given by its text.
+
+        Raises:
+            CheckpointError: the tokenizer has no such token.
+        """
+        ids = {token.content: i for i, token in self._full.get_added_tokens_decoder().items()}
+        missing = [text for text in texts if text not in ids]
+        if missing:
+            raise CheckpointError(f"the tokenizer has no control token {missing[0]!r}")
+        return [ids[text] for text in texts]
 
     def num_labels(self) -> int:
         """How many labels this tokenizer has, at most 255."""
@@ -267,15 +316,7 @@ class PromptTokenizer:
             yield [text for text in texts if text and text.isprintable() and not {" ", "\ufffd"} & set(text)]
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        longest = max(map(len, texts), default=0)
-        if longest > _MAX_UNCUT:
-            message = f"a run of {longest} characters is too long to tokenize (at most {_MAX_UNCUT})"
-            raise _refusal(message, "text_too_long")
-        try:
-            return [e.ids for e in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
-        except TypeError:
-            # The only strings that ``tokenizers`` cannot take.
-            raise _refusal("the text is not valid Unicode: it contains a lone surrogate", "string_unicode") from None
+        return _encode_batch(self._plain, texts)
 
     def _check_frame(self) -> None:
         for content in NEIGHBOURS:
@@ -294,6 +335,26 @@ class PromptTokenizer:
         except Exception as error:  # noqa: BLE001 - a template is a program and can raise anything
             raise CheckpointError(f"no usable chat template: {_first_line(error)}") from error
         return str(text)
+
+
+def _encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    longest = max(map(len, texts), default=0)
+    if longest > _MAX_UNCUT:
+        message = f"a run of {longest} characters is too long to tokenize (at most {_MAX_UNCUT})"
+        raise _refusal(message, "text_too_long")
+    try:
+        return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    except TypeError:
+        # The only strings that ``tokenizers`` cannot take.
+        raise _refusal("the text is not valid Unicode: it contains a lone surrogate", "string_unicode") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

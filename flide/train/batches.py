@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flide.errors import RequestError
+from flide.errors import FlideError, RequestError
 from flide.evaluation.rows import LabelledRow, RowError
 from flide.heads import Head
+from flide.runtime.format import DecisionFormat
 from flide.runtime.metadata import ForkMetadata
-from flide.runtime.prompt import ChatFormat
+from flide.runtime.reads import OptionReads
 from flide.runtime.rounds import PreparedRequest
 
 
@@ -33,6 +34,11 @@ class Example:
     @property
     def num_tokens(self) -> int:
         return self.prepared.needed.tokens
+
+    @property
+    def reads(self) -> OptionReads:
+        assert isinstance(self.prepared.reads, OptionReads), "formats that make more of their rows are not trained"
+        return self.prepared.reads
 
     @property
     def num_questions(self) -> int:
@@ -63,9 +69,13 @@ class Batch:
 
 
 def prepare_examples(
-    rows: Sequence[LabelledRow], format: ChatFormat, head: Head, *, batch_tokens: int
+    rows: Sequence[LabelledRow], format: DecisionFormat, head: Head, *, batch_tokens: int
 ) -> tuple[list[Example], list[RowError]]:
-    """Encode rows, and find what is wrong with each that cannot be trained on."""
+    """Encode rows, and find what is wrong with each that cannot be trained on.
+
+    Raises:
+        ValueError: the format makes more of its rows than columns of the head: losses know only those.
+    """
     examples, errors = [], []
     for row in rows:
         try:
@@ -73,6 +83,8 @@ def prepare_examples(
         except RequestError as error:
             errors.append(RowError(row.line, str(error)))
             continue
+        if not isinstance(example.prepared.reads, OptionReads):
+            raise FlideError(f"a {type(format).__name__} cannot be trained: its options are not columns of a head")
         if example.num_tokens > batch_tokens:
             message = f"the request has {example.num_tokens} tokens; a batch has at most {batch_tokens} (batch_tokens)"
             errors.append(RowError(row.line, message))
@@ -106,7 +118,7 @@ def _cut(order: list[int], examples: Sequence[Example], batch_tokens: int) -> li
 
 def collate(examples: Sequence[Example], device: torch.device | str) -> Batch:
     """Pack examples into one stream."""
-    reads = [example.prepared.reads for example in examples]
+    reads = [example.reads for example in examples]
     first_rows = np.cumsum([0, *(x.num_rows for x in reads)])
     width = max(x.is_option_QO.shape[1] for x in reads)
 
@@ -140,7 +152,7 @@ def fingerprint(examples: Sequence[Example], weights: Mapping[str, Tensor]) -> s
         digest.update(flat[:: max(1, len(flat) // SAMPLES)].float().cpu().numpy().tobytes())
     for example in examples:
         layout = example.prepared.layout
-        for array in (layout.rows, layout.nodes, example.prepared.reads.columns_QO):
+        for array in (layout.rows, layout.nodes, example.reads.columns_QO):
             digest.update(np.ascontiguousarray(array).tobytes())
             digest.update(b"|")
         digest.update(repr(list(example.row.targets.values())).encode())

@@ -29,7 +29,7 @@ from flide.models.auto import AutoModelForDecision
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory, lasting_name
 from flide.runtime.config import EngineConfig
-from flide.runtime.prompt import ChatFormat
+from flide.runtime.format import make_format
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.train.batches import Example, fingerprint, prepare_examples
 from flide.train.config import TrainConfig
@@ -211,7 +211,7 @@ def _examples(
         BadRows: some rows are bad.
     """
     limit = model.config.max_position_embeddings
-    format = ChatFormat(tokenizer, max_prompt_tokens=limit, style=head.prompt_style)
+    format = make_format(head.prompt_style, tokenizer, max_prompt_tokens=limit)
     prepared, bad = [], []
     for file in files:
         examples, refused = prepare_examples(file.rows, format, head, batch_tokens=config.batch_tokens)

@@ -1,0 +1,77 @@
+"""From isolated prompts to a tree: which tokens run once.
+
+Any tree over exact common prefixes gives the same answers; a planner only decides how many rows they take. The trunk is
+what all prompts share. A question whose prompts share more than that may get a branch of its own, whose leaves they
+are: three levels, where two would run the question once for every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from flide.runtime.capacity import MAX_REQUESTS
+from flide.runtime.format import LAST_ROW, EncodedRequest
+from flide.runtime.tree import MAX_DEPTH, TokenTree, longest_common_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What is left of a prompt, and its rows that are read, counted from the end."""
+
+    tokens: list[int]
+    rows: tuple[int, ...]
+
+    @property
+    def most_shared(self) -> int:
+        """How many tokens it may share: every row that is read stays its own."""
+        return len(self.tokens) + min(self.rows)
+
+    def behind(self, cut: int) -> _Prompt:
+        return replace(self, tokens=self.tokens[cut:])
+
+    def as_leaf(self) -> TokenTree:
+        return TokenTree(self.tokens, readouts=None if self.rows == LAST_ROW else self.rows)
+
+
+def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH) -> TokenTree:
+    """The tree of one request, its branches in the order of the questions.
+
+    Questions whose prompts share no more than the trunk have these as branches, and so have all where there are more
+    questions than a round has room for.
+
+    Args:
+        encoded: at least one prompt.
+        depth: levels, at most.
+
+    Raises:
+        ValueError: a prompt has no row to read behind what the prompts share by themselves.
+    """
+    rows = encoded.rows or [LAST_ROW] * len(encoded.tails)
+    prompts = [_Prompt(tail, row) for tail, row in zip(encoded.tails, rows, strict=True)]  # tails may begin alike, too
+    if not prompts or min(prompt.most_shared for prompt in prompts) < 0:
+        raise ValueError("every prompt needs a row to read behind the state")
+    cut = _shared(prompts)
+    trunk = [*encoded.shared, *prompts[0].tokens[:cut]]
+    rest = [prompt.behind(cut) for prompt in prompts]
+    sizes = encoded.num_prompts
+    if depth == 2 or max(sizes) == 1 or len(sizes) >= MAX_REQUESTS:
+        return TokenTree(trunk, tuple(prompt.as_leaf() for prompt in rest))
+    branches: list[TokenTree] = []
+    left = iter(rest)
+    for size in sizes:
+        group = list(islice(left, size))
+        cut = _shared(group) if size > 1 else 0
+        leaves = [prompt.behind(cut).as_leaf() for prompt in group]
+        branches += [TokenTree(group[0].tokens[:cut], tuple(leaves))] if cut else leaves
+    return TokenTree(trunk, tuple(branches))
+
+
+def _shared(prompts: Sequence[_Prompt]) -> int:
+    """How many tokens prompts share before the first row that is read."""
+    cut = longest_common_prefix([prompt.tokens for prompt in prompts])
+    return min(cut, min(prompt.most_shared for prompt in prompts))
+
+
+__all__ = ["plan_tree"]

@@ -1,0 +1,94 @@
+"""Where the options of a request lie in what a head says of its rows, once the rows of all its prompts are there.
+
+Shapes: N readout rows of a request, C columns of the head, Q questions, O most options of a question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+ZERO = -1  # in place of a column: the option's logit is 0
+
+
+class Reads(Protocol):
+    """What a format makes of the rows of one request. It may be sent to another process.
+
+    Attributes:
+        num_rows: readout rows of all questions together, in the order of their prompts.
+        is_option_QO: ``[Q, O]`` which places are options.
+    """
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def is_option_QO(self) -> NDArray[np.bool_]: ...
+
+    def gather(self, logits_NC: NDArray[np.float32]) -> NDArray[np.float64]:
+        """``[Q, O]`` logits of the options, in the order of the answers, out of the request's rows ``[N, C]``; unused
+        places are -inf."""
+
+    def alone(self, question: int) -> Self:
+        """Those of one question, as if it were the only one. Needed only for questions of one prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptionReads:
+    """Where the options of some questions lie in a head's output ``[N, C]``.
+
+    Attributes:
+        rows_QO, columns_QO: int64 row (from the request's first) and column of each option; unused places are 0.
+        is_option_QO: which places are used.
+        is_zero_QO: which options' logits are 0.
+        num_rows: readout rows of all questions together.
+    """
+
+    rows_QO: NDArray[np.int64]
+    columns_QO: NDArray[np.int64]
+    is_option_QO: NDArray[np.bool_]
+    is_zero_QO: NDArray[np.bool_]
+    num_rows: int
+
+    @classmethod
+    def of(cls, columns: Sequence[Sequence[int]], *, row_per_option: bool = False) -> Self:
+        """Lay out what :meth:`Head.columns` says of each question.
+
+        Args:
+            columns: one list per question.
+            row_per_option: each option that is not ``ZERO`` has a row of its own, in order; otherwise all options of a
+                question read its only row.
+        """
+        counts_Q = np.array([len(x) for x in columns])
+        is_option_QO = np.arange(counts_Q.max()) < counts_Q[:, None]
+        columns_QO = np.zeros(is_option_QO.shape, np.int64)
+        columns_QO[is_option_QO] = [column for x in columns for column in x]
+        is_zero_QO = columns_QO == ZERO
+        if row_per_option:
+            has_row_QO = is_option_QO & ~is_zero_QO
+            rows_QO = np.where(has_row_QO, np.cumsum(has_row_QO).reshape(has_row_QO.shape) - 1, 0)
+            num_rows = int(has_row_QO.sum())
+        else:
+            rows_QO = np.where(is_option_QO, np.arange(len(columns))[:, None], 0)
+            num_rows = len(columns)
+        columns_QO[is_zero_QO] = 0
+        return cls(rows_QO, columns_QO, is_option_QO, is_zero_QO, num_rows)
+
+    def alone(self, question: int) -> OptionReads:
+        """One of several questions, as if it were the only one."""
+        places = slice(question, question + 1), slice(int(self.is_option_QO[question].sum()))
+        rows_QO, is_zero_QO = self.rows_QO[places], self.is_zero_QO[places]
+        used = np.unique(rows_QO[~is_zero_QO])
+        rows_QO = np.where(is_zero_QO, 0, rows_QO - used[0])
+        return OptionReads(rows_QO, self.columns_QO[places], self.is_option_QO[places], is_zero_QO, len(used))
+
+    def gather(self, logits_NC: NDArray[np.float32]) -> NDArray[np.float64]:
+        """``[Q, O]`` logits of the options out of the request's rows; unused places are -inf."""
+        logits_QO = logits_NC[self.rows_QO, self.columns_QO].astype(np.float64)
+        logits_QO[self.is_zero_QO] = 0.0
+        logits_QO[~self.is_option_QO] = -np.inf
+        return logits_QO
