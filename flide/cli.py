@@ -1,4 +1,4 @@
-"""The command line: ``flide decide``, ``eval``, ``calibrate``, ``train``, ``merge`` and ``info``.
+"""The command line: ``flide decide``, ``eval``, ``calibrate``, ``train``, ``merge``, ``convert`` and ``info``.
 
 Exit codes: 0 fine, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -20,6 +20,8 @@ from flide.console import (
     FAILED,
     INTERRUPTED,
     OutputError,
+    add_base_option,
+    add_escape_option,
     add_import_option,
     add_model_options,
     add_temperature_options,
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from flide.evaluation.cli import add_calibrate, add_eval
     from flide.serve.cli import add_parser as add_serve
-    from flide.train.cli import add_merge, add_train
+    from flide.train.cli import add_convert, add_merge, add_train
 
     parser = argparse.ArgumentParser(prog="flide", description="Typed questions about a state, answered exactly.")
     parser.add_argument("--version", action="version", version=f"flide {__version__}")
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     decide = commands.add_parser("decide", help="answer a System One body, or one per line of a JSONL file")
     decide.add_argument("file", metavar="FILE", help="JSON or JSONL file; - reads standard input")
     add_model_options(decide)
+    add_escape_option(decide)
     add_temperature_options(decide)
     decide.add_argument("--jsonl", action="store_true", help="one body per line, whatever the file is called")
     decide.add_argument("--pretty", action="store_true", help="indent the answers")
@@ -106,11 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     add_calibrate(commands)
     add_train(commands)
     add_merge(commands)
+    add_convert(commands)
     add_serve(commands)
 
     info = commands.add_parser("info", help="family, sizes, labels and memory of a model")
     add_import_option(info)
     info.add_argument("model", metavar="MODEL", help="model directory or Hub id")
+    add_base_option(info)
     info.add_argument("--json", action="store_true", help="as one JSON object")
     info.set_defaults(run=_info)
     return parser
@@ -209,7 +214,7 @@ def _is_jsonl(data: bytes) -> bool:
 def _info(arguments: argparse.Namespace) -> int:
     from flide.models.summary import summarize
 
-    summary = summarize(arguments.model)
+    summary = summarize(arguments.model, base=arguments.base)
     if arguments.json:
         write_json(summary, pretty=False)
         return 0

@@ -69,11 +69,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that :func:`open_engine` reads, and ``--import``."""
     add_import_option(parser)
     parser.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
+    add_base_option(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument(
         "--compile", action="store_true", help="compile the model first: takes up to a minute, pays off for long files"
     )
+
+
+def add_base_option(parser: argparse.ArgumentParser) -> None:
+    """The option that names a base."""
+    text = "directory of the model that an adapter, a head or an Open-Jev package builds upon, in place of its name"
+    parser.add_argument("--base", metavar="DIR", help=text)
+
+
+def add_escape_option(parser: argparse.ArgumentParser) -> None:
+    """The option that keeps users' text text."""
+    text = (
+        "keep users' text that looks like a control token text, also for Open-Jev, whose own format does not; "
+        "other formats always do"
+    )
+    parser.add_argument("--escape-control-tokens", action="store_true", help=text)
 
 
 def add_temperature_options(parser: argparse.ArgumentParser) -> None:
@@ -114,9 +130,12 @@ def open_engine(arguments: argparse.Namespace, temperatures: dict[str, float] | 
         compile=bool(arguments.compile),
         graphs=graphs,
         temperatures=temperatures,
+        escape_control_tokens=getattr(arguments, "escape_control_tokens", False),
     )
     if arguments.model is not None:
-        return Engine.from_pretrained(arguments.model, config)
+        return Engine.from_pretrained(arguments.model, config, base=arguments.base)
+    if arguments.base is not None:
+        raise ValueError("--base belongs to a --model that builds upon it")
     tell(f"answering with {EMBEDDED_MODEL}, a small model for trying things out; see --model")
     return Engine.default(config)
 

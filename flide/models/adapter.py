@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flide.errors import CheckpointError
-from flide.layers.lora import lora_layers
+from flide.layers.lora import LoRALinear, lora_layers
 from flide.models.weights import write_tensors
 from flide.stored_json import read_json_file
 
@@ -188,10 +188,42 @@ def _scale(config: Mapping[str, Any], name: str, *, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
+def put_adapter(model: nn.Module, updates: Mapping[str, LowRank]) -> None:
+    """Keep updates beside the weights of their linear layers, as :class:`LoRALinear` computes them, in eval mode.
+
+    Args:
+        model: loaded, its projections not merged.
+        updates: as :func:`read_adapter` gives them.
+
+    Raises:
+        CheckpointError: an update belongs to something else than a linear layer without bias.
+    """
+    for name, update in updates.items():
+        parent_name, _, child = name.removesuffix(".weight").rpartition(".")
+        parent = model.get_submodule(parent_name)
+        layer = getattr(parent, child)
+        if type(layer) is not nn.Linear or layer.bias is not None:
+            raise CheckpointError(f"merge_lora=False is not for {name}: it is no weight of a plain linear layer")
+        adapted = LoRALinear(layer, update.lora_A_RI.shape[0], update.scale)
+        with torch.no_grad():
+            adapted.lora_A.weight.copy_(update.lora_A_RI)
+            adapted.lora_B.weight.copy_(update.lora_B_OR)
+        setattr(parent, child, adapted.requires_grad_(False))
+
+
 def folded(stored: Tensor, update: LowRank) -> Tensor:
     """A stored weight with its update: the sum in float32 (float64 for a float64 weight), not cast back."""
     stored = stored if stored.dtype == torch.float64 else stored.float()
     return stored + update.delta()
 
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LowRank", "folded", "read_adapter", "read_adapter_config", "save_adapter"]
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "LowRank",
+    "folded",
+    "put_adapter",
+    "read_adapter",
+    "read_adapter_config",
+    "save_adapter",
+]

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from flide.errors import CheckpointError
-from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
+from flide.models.forkable import check_causal, reason_against
 
 ENTRY_POINTS = "flide.models"
 _FAMILIES: dict[str, type[ForDecision]] = {}
@@ -48,6 +48,7 @@ def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
     Raises:
         CheckpointError: there is none, which names what was asked for and what there is; an entry point fails.
     """
+    check_causal(config)
     architectures = config.get("architectures")
     names = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
     for name in names:
@@ -60,6 +61,7 @@ def family_of(config: Mapping[str, Any]) -> type[ForDecision]:
     asked = ", ".join(str(name)[:80] for name in names if name)[:400] or "none"
     raise CheckpointError(
         f"no model family for architecture {asked}; supported: {', '.join(sorted({*_FAMILIES, *installed}))}"
+        + reason_against(names)
     )
 
 
@@ -80,8 +82,10 @@ class AutoModelForDecision:
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | ModelDirectory,
         *,
+        base: str | Path | None = None,
+        merge_lora: bool = True,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
@@ -89,6 +93,8 @@ class AutoModelForDecision:
         device: torch.device | str = "cpu",
     ) -> ForDecision:
         """See :meth:`ForDecision.from_pretrained`."""
-        hub: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only}
-        found = ModelDirectory.open(path, revision=revision, **hub)
-        return family_of(read_config(found.base)).from_pretrained(found.path, dtype=dtype, device=device, **hub)
+        found = ModelDirectory.open(
+            path, base=base, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        family = family_of(found.config())
+        return family.from_pretrained(found, dtype=dtype, device=device, merge_lora=merge_lora)

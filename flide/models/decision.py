@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from flide.errors import CheckpointError
-from flide.heads.files import load_head, save_head
+from flide.heads.files import save_head
 from flide.heads.head import Head
 from flide.heads.kinds import softcapped
 from flide.layers.attention import ForkAttention, ForkAttentionReader
 from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.layers.mlp import GatedMLP
 from flide.layers.norm import KeepFloat32
-from flide.models.adapter import folded, read_adapter
-from flide.models.config import read_config
+from flide.models.adapter import folded, put_adapter
 from flide.models.directory import ModelDirectory
 from flide.models.weights import (
     StoredTensor,
@@ -123,8 +122,10 @@ class ForDecision(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | ModelDirectory,
         *,
+        base: str | Path | None = None,
+        merge_lora: bool = True,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
@@ -133,30 +134,37 @@ class ForDecision(nn.Module):
     ) -> Self:
         """Load a checkpoint in transformers' format, in eval mode.
 
-        A directory that fine-tuning wrote is loaded with its base: LoRA adapters in PEFT's format are folded into the
-        weights (a float32 sum, then cast), the head becomes ``model.head``.
+        A directory that fine-tuning wrote, or an Open-Jev package, is loaded with its base: LoRA adapters in PEFT's
+        format are folded into the weights (a float32 sum, then cast), the head becomes ``model.head``.
 
         Args:
-            path: model directory, or a Hub id resolved by ``huggingface_hub``.
+            path: model directory, also one that was found already, or a Hub id resolved by ``huggingface_hub``.
+            base: directory of the base, in place of the one that an adapter, a head or a package names.
+            merge_lora: False keeps adapters beside the weights, in float32, as they were trained: slower, and up to
+                rounding the same.
             revision, cache_dir, local_files_only: passed to the Hub.
             dtype: of the weights; None for bfloat16 on CUDA, float32 elsewhere. Parameters that must stay float32 do.
 
         Raises:
             CheckpointError: bad config, or tensors that do not fit it; nothing is allocated before both were checked.
         """
-        found = ModelDirectory.open(path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
-        model = cls.on_meta(read_config(found.base))
+        found = ModelDirectory.open(
+            path, base=base, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        model = cls.on_meta(found.config())
         stored = list_tensors(found.base)
         matched = model.match(stored)
         targets = model.checkpoint_tensors()
-        updates = read_adapter(found.path, targets, renames=cls.renames) if found.has_adapter else {}
-        head = load_head(found.path, model.lm_head.in_features, device=device) if found.has_head else None
+        updates = found.read_adapter(targets, renames=cls.renames)
+        head = found.load_head(model.lm_head.in_features, device=device)
         _materialise(model, default_dtype(device) if dtype is None else dtype, torch.device(device))
         stream_weights(
             model.checkpoint_tensors(),
             matched,
-            change=lambda name, value: folded(value, updates[name]) if name in updates else value,
+            change=lambda name, value: folded(value, updates[name]) if merge_lora and name in updates else value,
         )
+        if not merge_lora:
+            put_adapter(model, updates)
         tied = stored.get("lm_head.weight") if model.config.tie_word_embeddings else None
         if tied is not None and not holds(tied, model.lm_head.weight):
             raise CheckpointError("tie_word_embeddings is true, but lm_head.weight is not the embedding")

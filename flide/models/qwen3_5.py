@@ -186,7 +186,7 @@ class Qwen35ForDecision(ForDecision):
     config: Qwen35Config
     model: Qwen35Model
     renames = ((r"^model\.language_model\.", "model."),)
-    ignored = (r"mtp\.", r"model\.visual\.")
+    ignored = (r"mtp\.", r"model\.visual\.", r"score\.")
 
 
 __all__ = ["Qwen35Config", "Qwen35ForDecision"]

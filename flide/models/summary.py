@@ -6,26 +6,27 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flide.heads import load_head
-from flide.models.adapter import read_adapter
 from flide.models.auto import family_of
-from flide.models.config import read_config
 from flide.models.directory import ModelDirectory
 from flide.models.weights import list_tensors
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def summarize(path: str | Path) -> dict[str, Any]:
+def summarize(path: str | Path, *, base: str | Path | None = None) -> dict[str, Any]:
     """Facts about a model directory or Hub id; no weights are loaded.
+
+    Args:
+        path: of the model.
+        base: see ``ForDecision.from_pretrained``.
 
     Raises:
         CheckpointError: it is not a model Flide can load.
     """
     from flide.runtime.tokenizer import PromptTokenizer
 
-    found = ModelDirectory.open(path)
-    raw = read_config(found.base)
+    found = ModelDirectory.open(path, base=base)
+    raw = found.config()
     family = family_of(raw)
     model = family.on_meta(raw)
     matched = model.match(list_tensors(found.base))
@@ -48,9 +49,10 @@ def summarize(path: str | Path) -> dict[str, Any]:
     if found.base != found.path:
         summary["base_model"] = str(found.base)
     if found.has_adapter:
-        updates = read_adapter(found.path, model.checkpoint_tensors(), renames=family.renames)
+        updates = found.read_adapter(model.checkpoint_tensors(), renames=family.renames)
         summary["adapter"] = f"LoRA of {len(updates)} matrices"
-    if (head := load_head(found.path, model.lm_head.in_features) if found.has_head else None) is not None:
+    if (head := found.load_head(model.lm_head.in_features)) is not None:
+        summary["max_prompt_tokens"] = min(summary["max_prompt_tokens"], head.max_prompt_tokens or math.inf)
         summary["head"] = f"{head.kind}, {head.num_columns} column{'s' * (head.num_columns != 1)}"
     for name, size in _BYTES.items():
         summary[f"weights_{name}_mb"] = round(parameters * size / 1e6, 1)

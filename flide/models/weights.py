@@ -39,6 +39,10 @@ HUB_FILES = (
     "adapter_config.json",
     "head.json",
     "calibration.json",
+    "decision_config.json",
+    "jev_manifest.json",
+    "package/manifest.json",
+    "package/checkpoint/*",
 )
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 

@@ -39,6 +39,8 @@ class EngineConfig:
             fastest, "explicit".
         temperatures: question type ("noul", "choice", "score") -> temperature that its logits are divided by. It
             replaces what is stored beside the model (``flide calibrate``); types that are missing keep that.
+        escape_control_tokens: keep users' text that looks like a control token text even where the model's own format
+            does not (Open-Jev's, whose parity with its reference ends there). Other formats always do.
         fork: share a request's state between its questions. False is an ablation: every question runs alone.
         selective_readout: compute only the rows that are read in the last layer. False is an ablation.
     """
@@ -53,6 +55,7 @@ class EngineConfig:
     compile: bool | None = None
     graphs: Literal["auto", "explicit", "reduce-overhead", "off"] = "auto"
     temperatures: Mapping[str, float] | None = None
+    escape_control_tokens: bool = False
     fork: bool = True
     selective_readout: bool = True
 
@@ -63,7 +66,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer or None, got {value!r}")
         if self.model_name is not None and (not isinstance(self.model_name, str) or not self.model_name):
             raise ValueError(f"model_name must be a string that is not empty, or None, got {self.model_name!r}")
-        for name in ("compile", "fork", "selective_readout"):
+        for name in ("compile", "fork", "selective_readout", "escape_control_tokens"):
             if not isinstance(getattr(self, name), bool) and (name != "compile" or self.compile is not None):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.graphs not in GRAPH_MODES:

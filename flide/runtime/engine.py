@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 
 from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
-from flide.models.config import read_config
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
-from flide.runtime.calibration import load_temperatures
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, joined
+from flide.runtime.format import DecisionFormat, make_format
 from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens
 from flide.runtime.model_hash import model_hash
-from flide.runtime.prompt import ChatFormat
 from flide.runtime.reader import RequestReader
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import LogitsRequest, PreparedRequest, RoundObserver, RoundRunner, Runnable
@@ -72,11 +70,16 @@ class Engine:
         self.model_name = self.config.model_name or type(model).__name__
         limit = self.config.max_prompt_tokens or _max_prompt_tokens(model)
         style = "options" if model.head is None else model.head.prompt_style
-        self.format = ChatFormat(tokenizer, max_prompt_tokens=limit, style=style)
+        self.format: DecisionFormat = make_format(
+            style, tokenizer, max_prompt_tokens=limit, escape=self.config.escape_control_tokens
+        )
+        if not self.config.fork and not self.format.single_prompt:
+            raise ValueError(f"fork=False is not for a {style} format: its questions fork into several prompts")
         tokenizer.check_vocabulary(model.config.vocab_size)
         if style == "options" and not tokenizer.num_labels():
             raise CheckpointError("the tokenizer has no token that can be an option's label")
-        self.model_hash = model_hash(model, tokenizer, self.config.temperatures or {})
+        escape = self.config.escape_control_tokens and not type(self.format).escapes
+        self.model_hash = model_hash(model, tokenizer, self.config.temperatures or {}, escape=escape)
         runner = RoundRunner(
             model,
             self.format.label_ids(tokenizer.num_labels()),
@@ -107,11 +110,18 @@ class Engine:
         path: str | Path,
         config: EngineConfig | None = None,
         *,
+        base: str | Path | None = None,
+        merge_lora: bool = True,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> Self:
-        """An engine for a model directory or Hub id, fine-tuned ones included.
+        """An engine for a model directory or Hub id, fine-tuned ones and Open-Jev packages included.
+
+        Args:
+            path: of the model.
+            config: engine options.
+            base, merge_lora, revision, cache_dir, local_files_only: see ``ForDecision.from_pretrained``.
 
         Raises:
             CheckpointError: the model or its tokenizer cannot be loaded, or has sizes the CUDA kernels lack.
@@ -119,13 +129,14 @@ class Engine:
         """
         config = config or EngineConfig()
         device = config.resolve_device()
-        hub: dict[str, Any] = {"cache_dir": cache_dir, "local_files_only": local_files_only}
-        found = ModelDirectory.open(path, revision=revision, **hub)
-        family = family_of(read_config(found.base))
+        found = ModelDirectory.open(
+            path, base=base, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        family = family_of(found.config())
         tokenizer = PromptTokenizer.from_pretrained(found.tokenizer)
-        model = family.from_pretrained(found.path, dtype=config.resolve_dtype(), device=device, **hub)
-        temperatures = {**load_temperatures(found.path), **(config.temperatures or {})}
-        name = _name_of(path, found.path) if config.model_name is None else config.model_name
+        model = family.from_pretrained(found, dtype=config.resolve_dtype(), device=device, merge_lora=merge_lora)
+        temperatures = {**found.temperatures(), **(config.temperatures or {})}
+        name = config.model_name or found.package_name or _name_of(path, found.path)
         return cls(model, tokenizer, replace(config, model_name=name, temperatures=temperatures))
 
     @classmethod
@@ -282,8 +293,10 @@ def embedded_model_directory() -> Path:
 
 
 def _max_prompt_tokens(model: ForDecision) -> int:
-    """What the model was made for, and on CUDA what KV pages there is memory for."""
+    """What the model and its head were made for, and on CUDA what KV pages there is memory for."""
     longest = model.config.max_position_embeddings
+    if model.head is not None and model.head.max_prompt_tokens is not None:
+        longest = min(longest, model.head.max_prompt_tokens)
     if model.lm_head.weight.device.type != "cuda":
         return longest
     affordable = affordable_prompt_tokens(model)

@@ -22,8 +22,15 @@ _HEX_DIGITS = 16
 _WIDTH = 1024  # of the squares that weights are summed up in
 
 
-def model_hash(model: ForDecision, tokenizer: PromptTokenizer, temperatures: Mapping[str, float]) -> str:
-    """16 hexadecimal digits of a SHA-256. No proof against those who want two models to look alike."""
+def model_hash(
+    model: ForDecision, tokenizer: PromptTokenizer, temperatures: Mapping[str, float], *, escape: bool = False
+) -> str:
+    """16 hexadecimal digits of a SHA-256. No proof against those who want two models to look alike.
+
+    Args:
+        model, tokenizer, temperatures: of an engine.
+        escape: whether control tokens are kept out of users' text against the format's own habit.
+    """
     head = model.head
     found = hashlib.sha256()
     for part in (
@@ -31,6 +38,7 @@ def model_hash(model: ForDecision, tokenizer: PromptTokenizer, temperatures: Map
         None if head is None else [head.kind, head.settings()],
         tokenizer.definition,
         {name: float(value) for name, value in temperatures.items() if value != 1},
+        *(["escape"] if escape else []),
     ):
         found.update(_digest(json.dumps(part, sort_keys=True).encode()))
     tensors = model.state_dict()

@@ -10,7 +10,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from flide.console import add_import_option, add_temperature_options, given_temperatures, tell
+from flide.console import (
+    add_base_option,
+    add_escape_option,
+    add_import_option,
+    add_temperature_options,
+    given_temperatures,
+    tell,
+)
 from flide.errors import FlideError
 
 NEEDED = ("starlette", "uvicorn", "httptools", "zstandard", "prometheus_client")
@@ -24,6 +31,7 @@ def add_parser(commands: Any) -> None:
     )
     add_import_option(parser)
     parser.add_argument("--model", help="model directory or Hub id (default: the model in the package)")
+    add_base_option(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--host", default="127.0.0.1")
@@ -52,6 +60,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--frontends", metavar="N", type=int, default=0, help=text)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
+    add_escape_option(parser)
     add_temperature_options(parser)
     parser.set_defaults(run=serve)
 
@@ -102,11 +111,14 @@ def serve(arguments: argparse.Namespace) -> int:
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_request_tokens=arguments.max_request_tokens,
         temperatures=temperatures or None,
+        escape_control_tokens=arguments.escape_control_tokens,
     )
+    if arguments.base is not None and arguments.model is None:
+        raise FlideError("--base belongs to a --model that builds upon it")
     if arguments.frontends:
         frontends = Frontends(arguments.frontends, imports=arguments.imports)
         try:
-            with _ready(arguments.model, engine_config, frontends=arguments.frontends) as engine:
+            with _ready(arguments, engine_config, frontends=arguments.frontends) as engine:
                 config = replace(config, names=(engine.model_name, *arguments.alias))
                 keep_from_collector()
                 code = frontends.serve(engine, config, logs, listening=_tell_address)
@@ -115,7 +127,7 @@ def serve(arguments: argparse.Namespace) -> int:
                 return code
         finally:
             frontends.end()
-    with _ready(arguments.model, engine_config) as engine:
+    with _ready(arguments, engine_config) as engine:
         server = DecisionServer(engine, replace(config, names=(engine.model_name, *arguments.alias)))
         keep_from_collector()
         with bound(config) as listening:
@@ -127,7 +139,7 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ready(model: str | None, config: Any, *, frontends: int = 1) -> Any:
+def _ready(arguments: argparse.Namespace, config: Any, *, frontends: int = 1) -> Any:
     """An engine that has answered once."""
     import torch
 
@@ -138,7 +150,10 @@ def _ready(model: str | None, config: Any, *, frontends: int = 1) -> Any:
         torch.set_num_threads(max(1, (os.cpu_count() or 2) - frontends))  # cores for sockets and bodies
     sys.setswitchinterval(SWITCH_SECONDS)
     tell("making the model ready")
-    engine = Engine.default(config) if model is None else Engine.from_pretrained(model, config)
+    if arguments.model is None:
+        engine = Engine.default(config)
+    else:
+        engine = Engine.from_pretrained(arguments.model, config, base=arguments.base)
     engine.decide([WARM_UP])
     return engine
 

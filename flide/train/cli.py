@@ -1,4 +1,4 @@
-"""``flide train`` and ``flide merge``. Imported for its options alone; the rest comes when it runs."""
+"""``flide train``, ``merge`` and ``convert``. Imported for its options alone; the rest comes when it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flide.console import BAD_INPUT, INTERRUPTED, add_import_option, print_line, tell, write_json
+from flide.console import BAD_INPUT, INTERRUPTED, add_base_option, add_import_option, print_line, tell, write_json
+from flide.errors import FlideError
 
 # Option -> type. Defaults are TrainConfig's, so that a resumed run can tell what was asked for.
 _OPTIONS: dict[str, tuple[Any, str]] = {
@@ -57,9 +58,28 @@ def add_merge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_import_option(parser)
     parser.add_argument("--model", metavar="DIR", required=True, help="fine-tuned model directory or Hub id")
+    add_base_option(parser)
     parser.add_argument("--out", metavar="DIR", required=True, help="directory for the checkpoint")
     parser.add_argument("--dtype", default="auto", help="auto (the base's), float32, bfloat16 or float16")
     parser.set_defaults(run=_merge)
+
+
+def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the command line's subparsers."""
+    parser = commands.add_parser(
+        "convert",
+        help="make a plain checkpoint of a model that others packaged",
+        description="Writes a checkpoint in transformers' format that serves directly: base and adapter as one, with "
+        "the head, the tokenizer and the temperature beside it. 'open-jev' reads an Open-Jev package, and what "
+        "vllm-jev exported of one.",
+    )
+    add_import_option(parser)
+    parser.add_argument("format", choices=["open-jev"], metavar="FORMAT", help="open-jev")
+    parser.add_argument("model", metavar="PACKAGE", help="directory or Hub id")
+    parser.add_argument("out", metavar="OUT", help="directory for the checkpoint")
+    add_base_option(parser)
+    parser.add_argument("--dtype", default="auto", help="auto (the base's), float32, bfloat16 or float16")
+    parser.set_defaults(run=_convert)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -95,13 +115,22 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    from flide.models.directory import ModelDirectory
+
+    # Not of the command's business: what Flide itself trained.
+    if ModelDirectory.open(arguments.model, base=arguments.base).package is None:
+        raise FlideError(f"{arguments.model} is no Open-Jev package (package/checkpoint/model.json)")
+    return _merge(arguments)
+
+
 def _merge(arguments: argparse.Namespace) -> int:
     from flide.runtime.config import EngineConfig
     from flide.train.merged import merge
 
     dtype = EngineConfig(dtype=arguments.dtype).resolve_dtype()
     try:
-        merged = merge(arguments.model, arguments.out, dtype=dtype)
+        merged = merge(arguments.model, arguments.out, base=arguments.base, dtype=dtype)
     except OSError as error:
         raise RuntimeError(f"cannot write to {arguments.out!r}: {error.strerror or error}") from error
     print_line(str(merged))

@@ -13,16 +13,19 @@ from flide.errors import CheckpointError
 from flide.models.auto import AutoModelForDecision
 from flide.models.directory import TOKENIZER_FILES, ModelDirectory
 from flide.models.weights import list_tensors
-from flide.runtime.calibration import CALIBRATION_FILE
+from flide.runtime.calibration import save_temperatures
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+def merge(
+    model: str | Path, out: str | Path, *, base: str | Path | None = None, dtype: torch.dtype | None = None
+) -> Path:
     """Fold adapters into the weights, and write the model with its head, tokenizer and temperatures.
 
     Args:
-        model: the fine-tuned directory, or a Hub id.
+        model: the fine-tuned directory, an Open-Jev package or what vllm-jev exported of one, or a Hub id.
+        base: see ``ForDecision.from_pretrained``.
         out: the directory to write, which must not exist yet, and then appears as a whole, or be empty.
         dtype: of the weights; None for that of the base.
 
@@ -36,13 +39,13 @@ def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = Non
     asked, out = out, Path(os.path.realpath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{str(asked)!r} exists and is not an empty directory")
-    found = ModelDirectory.open(model)
+    found = ModelDirectory.open(model, base=base)
     if found.is_whole:
         raise CheckpointError(f"{found.path} is whole already: there is nothing to merge")
     if dtype is None:
         dtypes = (x.dtype for name, x in list_tensors(found.base).items() if name.endswith("embed_tokens.weight"))
         dtype = _DTYPES.get(next(dtypes, ""))  # None: loading says what is wrong
-    loaded = AutoModelForDecision.from_pretrained(found.path, dtype=dtype)
+    loaded = AutoModelForDecision.from_pretrained(found, dtype=dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     # A directory that is there may be a mount, or where a shell is: it stays, and is filled.
     is_there = out.exists()
@@ -50,8 +53,8 @@ def merge(model: str | Path, out: str | Path, *, dtype: torch.dtype | None = Non
     try:
         loaded.save_pretrained(unfinished)
         copy_tokenizer(found, unfinished)
-        if (found.path / CALIBRATION_FILE).is_file():
-            shutil.copy2(found.path / CALIBRATION_FILE, unfinished)
+        if temperatures := found.temperatures():
+            save_temperatures(unfinished, temperatures)
         if is_there:
             _move_files(unfinished, out)
         else:

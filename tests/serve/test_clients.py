@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from typesafe_sdk import RetryPolicy, TypeSafeClient
 
-from flide import Engine
+from flide import Engine, EngineConfig
 from flide.serve.keys import KeyRing
+from tests.openjev import write_base, write_package
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import running
 
@@ -30,6 +31,12 @@ def test_the_conformance_suite_passes(served: Served) -> None:
 def test_the_conformance_suite_passes_with_a_key(engine: Engine) -> None:
     with running(engine, keys=KeyRing({"name": "s3cret"})) as url:
         assert "MUST 32/32, SHOULD 15/15" in conformance(url, "--key", "s3cret")
+
+
+def test_the_conformance_suite_passes_with_an_open_jev_package(tmp_path: Path) -> None:
+    package = write_package(tmp_path, write_base(tmp_path / "base"))
+    with Engine.from_pretrained(package, EngineConfig(device="cpu")) as engine, running(engine) as url:
+        assert "MUST 32/32, SHOULD 13/13" in conformance(url)
 
 
 @pytest.mark.parametrize("compression", ["zstd", False])
