@@ -21,7 +21,6 @@ from flide.console import (
     INTERRUPTED,
     OutputError,
     add_base_option,
-    add_escape_option,
     add_import_option,
     add_model_options,
     add_temperature_options,
@@ -99,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     decide = commands.add_parser("decide", help="answer a System One body, or one per line of a JSONL file")
     decide.add_argument("file", metavar="FILE", help="JSON or JSONL file; - reads standard input")
     add_model_options(decide)
-    add_escape_option(decide)
     add_temperature_options(decide)
     decide.add_argument("--jsonl", action="store_true", help="one body per line, whatever the file is called")
     decide.add_argument("--pretty", action="store_true", help="indent the answers")

@@ -70,6 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_import_option(parser)
     parser.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
     add_base_option(parser)
+    add_escape_option(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument(
@@ -130,7 +131,7 @@ def open_engine(arguments: argparse.Namespace, temperatures: dict[str, float] | 
         compile=bool(arguments.compile),
         graphs=graphs,
         temperatures=temperatures,
-        escape_control_tokens=getattr(arguments, "escape_control_tokens", False),
+        escape_control_tokens=arguments.escape_control_tokens,
     )
     if arguments.model is not None:
         return Engine.from_pretrained(arguments.model, config, base=arguments.base)

@@ -39,7 +39,9 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--data", metavar="FILE", required=True, help="JSONL file of labelled rows")
     parser.add_argument("--out", metavar="DIR", required=True, help="directory for the fine-tuned model")
     parser.add_argument("--val", metavar="FILE", help="labelled rows to evaluate on after every epoch")
-    parser.add_argument("--head", help="option (the letters), scalar (per candidate) or linear (default: option)")
+    parser.add_argument(
+        "--head", help="option (the letters), scalar or open-jev (per candidate) or linear (default: option)"
+    )
     for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="N" if kind is int else "X", type=kind, help=text)
     parser.add_argument("--lora-targets", metavar="NAMES", help="layers with adapters: q_proj,v_proj (default: all)")

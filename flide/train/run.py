@@ -210,7 +210,7 @@ def _examples(
     Raises:
         BadRows: some rows are bad.
     """
-    limit = model.config.max_position_embeddings
+    limit = min(model.config.max_position_embeddings, head.max_prompt_tokens or sys.maxsize)
     format = make_format(head.prompt_style, tokenizer, max_prompt_tokens=limit)
     prepared, bad = [], []
     for file in files:

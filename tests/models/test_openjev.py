@@ -23,6 +23,8 @@ from flide.layers.lora import lora_layers
 from flide.models.directory import ModelDirectory
 from flide.models.summary import summarize
 from flide.runtime.calibration import save_temperatures
+from flide.runtime.rounds import LogitsRequest
+from flide.runtime.wire import parse_body
 from tests.openjev import (
     HIDDEN,
     TEMPERATURE,
@@ -164,6 +166,36 @@ def test_a_package_is_found_from_each_of_its_directories(package: Path, place: s
     assert found.package is not None
     assert not found.is_whole
     assert found.package.checkpoint == (package / "checkpoint").resolve()
+
+
+def test_another_process_prepares_the_same(engine: Engine) -> None:
+    reader = pickle.loads(pickle.dumps(engine.reader.on_cpu()))  # noqa: S301 - our own
+    for state, questions in BODIES.values():
+        request = parse_body({"model": "m", "state": state, "questions": questions})
+        ours, theirs = engine.encode(request), reader.encode(request)
+        assert (ours.layout.rows == theirs.layout.rows).all()
+        logits = engine.submit(pickle.loads(pickle.dumps(LogitsRequest.of(theirs)))).result()  # noqa: S301
+        assert reader.decision(theirs, logits).answers == engine.decide([request])[0].answers
+
+
+def test_the_commands_take_a_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: Engine
+) -> None:
+    package = str(write_package(tmp_path, base, model_id="Qwen/Qwen3.5-2B"))
+    state, questions = BODIES["all kinds"]
+    body = {"model": "m", "state": state, "questions": questions}
+    write_json(tmp_path / "body.json", body)
+    options = ["--model", package, "--device", "cpu", "--escape-control-tokens"]
+    assert main(["decide", str(tmp_path / "body.json"), *options, "--base", str(base)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["answers"] == engine.decide([body])[0].to_dict()["answers"]
+    assert main(["info", package, "--base", str(base)]) == 0
+    assert "open-jev, 1 column" in capsys.readouterr().out
+    assert main(["decide", str(tmp_path / "body.json"), *options]) == 2
+    assert "Qwen/Qwen3.5-2B cannot be had" in capsys.readouterr().err
+    for command in (["decide", str(tmp_path / "body.json")], ["serve"]):
+        assert main([*command, "--base", str(base), "--device", "cpu"]) == 2
+        assert "--base belongs to a --model" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(engine: Engine) -> None:
