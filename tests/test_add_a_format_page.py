@@ -12,6 +12,7 @@ import pytest
 from flide import EngineConfig
 from flide.heads import head as heads
 from flide.runtime import format as formats
+from tests.tolerance import PROBABILITY_FP32
 
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-format.md").read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -40,5 +41,5 @@ def test_the_page_runs_and_its_markers_are_read(page: dict[str, Any], capsys: py
     with engine_class(page["model"], page["tokenizer"], EngineConfig(device="cpu", fork=False)) as unforked:
         (alone,) = unforked.decide([request])
     for name, answer in decision.answers.items():
-        expected = pytest.approx(list(alone[name].probabilities.values()), abs=1e-5)
+        expected = pytest.approx(list(alone[name].probabilities.values()), abs=PROBABILITY_FP32)
         assert list(answer.probabilities.values()) == expected

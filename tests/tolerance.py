@@ -23,3 +23,5 @@ KERNEL_BUDGET = 3.0
 SEGMENT_BUDGET = 4.0
 # float32 gradients of a mean loss: one forked pass against isolated prompts, absolute for gradients below 1.
 GRADIENT_FP32 = 1e-5
+# bfloat16 logits of one prompt in two trees, relative to the standard deviation of all logits.
+BF16_TWO_TREES = 0.05

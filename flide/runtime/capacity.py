@@ -22,9 +22,18 @@ LARGE = 1024
 # Requests of one round: each has a trunk, whose last page may be broken and whose final state takes a scratch slot.
 MAX_REQUESTS = 256
 
+# A third level costs one more pass per recurrent layer. On a device with graphs it has to save so many rows, and has
+# graphs from so many rows on.
+DEEP_SAVES = 64
+SMALLEST_DEEP = 256
 
-def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
+
+def capacity_ladder(max_tokens: int, *, depth: int = 2) -> tuple[StreamCapacity, ...]:
     """Capacities up to ``max_tokens`` rows, smallest first: rising sizes, each with one or two row classes.
+
+    Args:
+        max_tokens: rows of the largest one.
+        depth: 3 adds capacities of three levels to those of two.
 
     Raises:
         ValueError: ``max_tokens`` is not a multiple of 32 of at least 64 rows.
@@ -36,9 +45,11 @@ def capacity_ladder(max_tokens: int) -> tuple[StreamCapacity, ...]:
         align = ALIGN if sizes[-1] < 2 * LARGE else 2 * ALIGN
         sizes.append(min(max_tokens, max(sizes[-1] + align, int(sizes[-1] * STEP) // align * align)))
     return tuple(
-        StreamCapacity(tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS))
+        StreamCapacity(tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS), depth=levels)
         for tokens in sizes
         for rows in _row_classes(tokens)
+        for levels in range(2, depth + 1)
+        if levels == 2 or (tokens >= min(SMALLEST_DEEP, max_tokens) and rows > FEW)
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from flide.runtime.calibration import check_temperatures
 from flide.runtime.capacity import ALIGN, SMALLEST
+from flide.runtime.tree import MAX_DEPTH
 
 ROUND_TOKENS_CPU = 4096
 ROUND_TOKENS_CUDA = 16384
@@ -39,6 +40,9 @@ class EngineConfig:
             fastest, "explicit".
         temperatures: question type ("noul", "choice", "score") -> temperature that its logits are divided by. It
             replaces what is stored beside the model (``flide calibrate``); types that are missing keep that.
+        depth: levels of a request's tree. With 3 the candidates of a question share its tokens where that saves rows;
+            on CUDA this takes one more compilation and more graphs. None for 3 on the CPU and 2 on CUDA. Only for
+            formats with several prompts per question: others never need a third level.
         escape_control_tokens: keep users' text that looks like a control token text even where the model's own format
             does not (Open-Jev's, whose parity with its reference ends there). Other formats always do.
         fork: share a request's state between its questions. False is an ablation: every question runs alone.
@@ -55,6 +59,7 @@ class EngineConfig:
     compile: bool | None = None
     graphs: Literal["auto", "explicit", "reduce-overhead", "off"] = "auto"
     temperatures: Mapping[str, float] | None = None
+    depth: int | None = None
     escape_control_tokens: bool = False
     fork: bool = True
     selective_readout: bool = True
@@ -69,6 +74,8 @@ class EngineConfig:
         for name in ("compile", "fork", "selective_readout", "escape_control_tokens"):
             if not isinstance(getattr(self, name), bool) and (name != "compile" or self.compile is not None):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.depth not in (None, 2, MAX_DEPTH):
+            raise ValueError(f"depth must be 2 or {MAX_DEPTH} levels or None, got {self.depth!r}")
         if self.graphs not in GRAPH_MODES:
             raise ValueError(f"graphs must be one of {', '.join(GRAPH_MODES)}, got {self.graphs!r}")
         if self.graphs == "reduce-overhead" and self.compile is False:

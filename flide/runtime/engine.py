@@ -83,7 +83,8 @@ class Engine:
         runner = RoundRunner(
             model,
             self.format.label_ids(tokenizer.num_labels()),
-            config=self.config,
+            # Questions of one prompt are branches: a third level would never be used.
+            config=replace(self.config, depth=2) if self.format.single_prompt else self.config,
             max_prompt_tokens=limit,
             model_name=self.model_name,
         )
@@ -97,6 +98,7 @@ class Engine:
             self.format,
             runner.head,
             depth=runner.limit.depth,
+            least_saved=runner.least_saved,
             # Without forks a request runs in parts.
             max_request_tokens=self.max_request_tokens if self.config.fork else None,
             model_name=self.model_name,

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -96,6 +96,8 @@ class CudaStreams:
         compile: through ``torch.compile``; otherwise kernels and layers run, or are captured, eagerly.
         graphs: "explicit" captures CUDA graphs here, "reduce-overhead" lets ``torch.compile`` do it, "off" has none.
         selective_readout: see ``ForDecision.forward``.
+        depth: levels of the trees there will be: 2, or 3, which takes another compilation and graphs of its own. Rounds
+            of two levels run in those of two.
 
     Attributes:
         limit: what rounds of several requests must keep within.
@@ -112,13 +114,14 @@ class CudaStreams:
         compile: bool,
         graphs: GraphMode,
         selective_readout: bool = True,
+        depth: int = 2,
     ) -> None:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
         if model.pools_owner is not None and model.pools_owner() is not None:
             raise ValueError("the model belongs to another engine, whose graphs write to its pools")
         model.pools_owner = weakref.ref(self)
-        self.capacities = capacity_ladder(max_tokens)
+        self.capacities = capacity_ladder(max_tokens, depth=depth)
         self.limit = self.capacities[-1]
         self.report = StartReport()
         self._mode = graphs
@@ -162,8 +165,9 @@ class CudaStreams:
         if self._mode == "reduce-overhead":
             _know_this_thread()
         began = time.perf_counter()
-        largest = self._inputs(self.limit)
-        self._step(largest.tokens, largest)
+        for depth in range(2, self.limit.depth + 1):
+            largest = self._inputs(replace(self.limit, depth=depth))
+            self._step(largest.tokens, largest)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what the first call used outside of graphs
         compiled = time.perf_counter()

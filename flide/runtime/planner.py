@@ -35,7 +35,7 @@ class _Prompt:
         return TokenTree(self.tokens, readouts=None if self.rows == LAST_ROW else self.rows)
 
 
-def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH) -> TokenTree:
+def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> TokenTree:
     """The tree of one request, its branches in the order of the questions.
 
     Questions whose prompts share no more than the trunk have these as branches, and so have all where there are more
@@ -44,6 +44,7 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH) -> TokenTree:
     Args:
         encoded: at least one prompt.
         depth: levels, at most.
+        least: rows that a third level has to save.
 
     Raises:
         ValueError: a prompt has no row to read behind what the prompts share by themselves.
@@ -56,16 +57,19 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH) -> TokenTree:
     trunk = [*encoded.shared, *prompts[0].tokens[:cut]]
     rest = [prompt.behind(cut) for prompt in prompts]
     sizes = encoded.num_prompts
-    if depth == 2 or max(sizes) == 1 or len(sizes) >= MAX_REQUESTS:
-        return TokenTree(trunk, tuple(prompt.as_leaf() for prompt in rest))
-    branches: list[TokenTree] = []
-    left = iter(rest)
-    for size in sizes:
-        group = list(islice(left, size))
-        cut = _shared(group) if size > 1 else 0
-        leaves = [prompt.behind(cut).as_leaf() for prompt in group]
-        branches += [TokenTree(group[0].tokens[:cut], tuple(leaves))] if cut else leaves
-    return TokenTree(trunk, tuple(branches))
+    if depth > 2 and max(sizes) > 1 and len(sizes) < MAX_REQUESTS:
+        left = iter(rest)
+        groups = [list(islice(left, size)) for size in sizes]
+        cuts = [_shared(group) if len(group) > 1 else 0 for group in groups]
+        if sum(cut * (size - 1) for cut, size in zip(cuts, sizes, strict=True)) >= least:
+            return TokenTree(trunk, tuple(node for x in zip(groups, cuts, strict=True) for node in _question(*x)))
+    return TokenTree(trunk, tuple(prompt.as_leaf() for prompt in rest))
+
+
+def _question(prompts: Sequence[_Prompt], cut: int) -> list[TokenTree]:
+    """The branches of one question whose prompts share ``cut`` tokens behind the trunk: one with leaves, or all."""
+    leaves = [prompt.behind(cut).as_leaf() for prompt in prompts]
+    return [TokenTree(prompts[0].tokens[:cut], tuple(leaves))] if cut else leaves
 
 
 def _shared(prompts: Sequence[_Prompt]) -> int:

@@ -26,6 +26,7 @@ class RequestReader:
         format: how requests become prompts.
         head: what will read the options; only what it says of questions matters here.
         depth: levels of the trees, at most.
+        least_saved: rows that a third level has to save.
         max_request_tokens: rows that one request may have; None for any number.
         model_name, temperatures, model_hash: of the engine.
     """
@@ -33,6 +34,7 @@ class RequestReader:
     format: DecisionFormat
     head: Head
     depth: int
+    least_saved: int
     max_request_tokens: int | None
     model_name: str
     temperatures: Mapping[str, float]
@@ -44,7 +46,7 @@ class RequestReader:
         Raises:
             RequestError: it is too large, or the model's prompt or head has no place for it.
         """
-        prepared = PreparedRequest.encode(request, self.format, self.head, depth=self.depth)
+        prepared = PreparedRequest.encode(request, self.format, self.head, depth=self.depth, least=self.least_saved)
         if self.max_request_tokens is not None and prepared.needed.tokens > self.max_request_tokens:
             numbers = f"{prepared.needed.tokens} tokens; at most {self.max_request_tokens} are allowed"
             message = f"state and questions together have {numbers}"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flide.errors import ModelOutputError
 from flide.heads import Head, OptionHead
 from flide.models.decision import ForDecision
-from flide.runtime.capacity import MAX_REQUESTS, needed_by
+from flide.runtime.capacity import DEEP_SAVES, MAX_REQUESTS, needed_by
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
@@ -52,7 +52,7 @@ class PreparedRequest:
 
     @classmethod
     def encode(
-        cls, request: DecisionRequest, format: DecisionFormat, head: Head, *, depth: int = MAX_DEPTH
+        cls, request: DecisionRequest, format: DecisionFormat, head: Head, *, depth: int = MAX_DEPTH, least: int = 1
     ) -> PreparedRequest:
         """Prepare a parsed request for a head.
 
@@ -61,12 +61,13 @@ class PreparedRequest:
             format: in the style of the head.
             head: what will read the options.
             depth: levels of the tree, at most: with 3, candidates share their question.
+            least: rows that a third level has to save.
 
         Raises:
             RequestError: the head has no column for an option, or see :meth:`DecisionFormat.encode`.
         """
         encoded = format.encode(request)
-        prepared = cls.from_encoded(request, encoded, format.reads(request, head, encoded), depth=depth)
+        prepared = cls.from_encoded(request, encoded, format.reads(request, head, encoded), depth=depth, least=least)
         return replace(prepared, temperature=format.temperature)
 
     @classmethod
@@ -77,8 +78,9 @@ class PreparedRequest:
         reads: Reads | None = None,
         *,
         depth: int = MAX_DEPTH,
+        least: int = 1,
     ) -> PreparedRequest:
-        return cls.of(request, plan_tree(encoded, depth=depth), encoded.num_options, reads)
+        return cls.of(request, plan_tree(encoded, depth=depth, least=least), encoded.num_options, reads)
 
     @classmethod
     def of(
@@ -222,8 +224,8 @@ class RoundRunner:
         model_name: name in the results.
 
     Attributes:
-        limit: what the requests of one round must keep within, unless there is only one; its depth is that of trees. On
-            CUDA graphs are captured for two levels.
+        limit: what the requests of one round must keep within, unless there is only one; its depth is that of trees.
+        least_saved: rows that a third level has to save.
         max_requests: how many there may be.
         head: what reads the options.
         observers: who is told of every round.
@@ -261,12 +263,14 @@ class RoundRunner:
                 compile=compile,
                 graphs=config.resolve_graphs(device),
                 selective_readout=config.selective_readout,
+                depth=config.depth or 2,
             )
             self.limit = self.streams.limit
         else:
             config.resolve_graphs(device)
             self.streams = Streams(model, self.head, compile=compile, selective_readout=config.selective_readout)
-            self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED, MAX_DEPTH)
+            self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED, config.depth or MAX_DEPTH)
+        self.least_saved = DEEP_SAVES if device.type == "cuda" else 1
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
 

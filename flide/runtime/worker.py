@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from flide.runtime.capacity import MAX_REQUESTS
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.rounds import PendingRound, RoundRunner, Runnable
 
@@ -154,13 +155,19 @@ def _next_round(waiting: deque[Job], runner: RoundRunner) -> list[Job]:
     while waiting and len(batch) < runner.max_requests:
         needed = waiting[0].prepared.needed
         together = needed if total is None else total + needed
-        if batch and not runner.limit.holds(together):
+        if batch and not (runner.limit.holds(together) and _have_scratch([*batch, waiting[0]], together.depth)):
             break
         job = waiting.popleft()
         if job.future.set_running_or_notify_cancel():
             batch.append(job)
             total = together
     return batch
+
+
+def _have_scratch(batch: Sequence[Job], depth: int) -> bool:
+    """Whether there is a scratch state for each trunk and each branch with leaves. With two levels only requests, which
+    are no more than there is scratch for, have one."""
+    return depth == 2 or sum(max(1, job.prepared.layout.num_parents) for job in batch) <= MAX_REQUESTS
 
 
 class _Round:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from flide.layers.lora import lora_layers
 from flide.models.directory import ModelDirectory
 from flide.models.summary import summarize
 from flide.runtime.calibration import save_temperatures
+from flide.runtime.metadata import StreamCapacity
 from flide.runtime.rounds import LogitsRequest
 from flide.runtime.wire import parse_body
+from flide.runtime.worker import Job, _next_round
 from tests.openjev import (
     HIDDEN,
     TEMPERATURE,
@@ -121,8 +124,7 @@ def test_probabilities_are_those_of_every_candidate_alone(
 
 def test_two_levels_answer_what_three_do_however_rounds_are_shared(package: Path, engine: Engine) -> None:
     bodies = [{"model": "m", "state": state, "questions": questions} for state, questions in BODIES.values()]
-    with Engine.from_pretrained(package, EngineConfig(device="cpu", max_round_tokens=64)) as narrow:
-        narrow.reader = replace(narrow.reader, depth=2)
+    with Engine.from_pretrained(package, EngineConfig(device="cpu", max_round_tokens=64, depth=2)) as narrow:
         depths = {narrow.prepare(body).layout.depth for body in bodies}
         one, other = engine.decide(bodies), narrow.decide(bodies)
     assert depths == {2}
@@ -131,6 +133,17 @@ def test_two_levels_answer_what_three_do_however_rounds_are_shared(package: Path
         for name in first:
             expected = pytest.approx(list(second[name].probabilities.values()), abs=PROBABILITY_FP32)
             assert list(first[name].probabilities.values()) == expected
+
+
+def test_rounds_of_many_questions_with_candidates_keep_to_the_scratch_there_is(engine: Engine) -> None:
+    """A trunk and 99 branches with leaves each: two share a round, three would need more than 256 slots."""
+    criteria = {"a": None, "b": None}
+    questions = {str(i): {"type": "choice", "instructions": f"{i}?", "criteria": criteria} for i in range(99)}
+    prepared = engine.prepare({"model": "m", "state": "s", "questions": questions})
+    assert prepared.layout.num_parents == 100
+    runner = SimpleNamespace(max_requests=256, limit=StreamCapacity(1 << 30, 1 << 30, 1 << 30, 1 << 30, 3))
+    waiting = deque(Job(prepared) for _ in range(5))
+    assert [len(_next_round(waiting, runner)) for _ in range(3)] == [2, 2, 1]
 
 
 def test_an_unmerged_adapter_answers_alike(package: Path, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,20 @@ def test_the_ladder_rises_to_its_end() -> None:
     for tokens in sizes:
         classes = [c.segments for c in LADDER if c.tokens == tokens]
         assert classes == ([16, 128] if tokens <= 1024 else [128] if tokens < 2048 else [128, tokens // 8])
+
+
+def test_three_levels_add_capacities_and_take_none_from_two() -> None:
+    deep = capacity_ladder(16_384, depth=3)
+    assert tuple(capacity for capacity in deep if capacity.depth == 2) == LADDER
+    assert [capacity.tokens for capacity in deep] == sorted(capacity.tokens for capacity in deep)
+    assert deep[-1] == replace(LADDER[-1], depth=3)
+    assert min(capacity.tokens for capacity in deep if capacity.depth == 3) == 256
+    assert capacity_ladder(64, depth=3)[-1].depth == 3
+    for capacity in LADDER:
+        assert smallest_that_holds(deep, capacity) == capacity
+        found = smallest_that_holds(deep, replace(capacity, depth=3))
+        assert found is not None
+        assert found.depth == 3
 
 
 @pytest.mark.parametrize("max_tokens", [0, 63, 100, -64])

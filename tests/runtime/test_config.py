@@ -29,6 +29,8 @@ from flide import EngineConfig
         ({"max_prompt_tokens": -1}, "max_prompt_tokens"),
         ({"max_prompt_tokens": True}, "max_prompt_tokens"),
         ({"max_request_tokens": 0}, "max_request_tokens"),
+        ({"depth": 4}, "depth must be 2 or 3"),
+        ({"escape_control_tokens": 1}, "escape_control_tokens"),
         ({"model_name": ""}, "model_name"),
         ({"model_name": 7}, "model_name"),
     ],

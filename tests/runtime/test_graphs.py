@@ -23,7 +23,7 @@ from flide.runtime.metadata import fresh_caches
 from flide.runtime.streams import PendingLogits
 from flide.runtime.tree import TreeLayout
 from tests.tiny_model import tiny_engine
-from tests.tolerance import PROBABILITY_FP32
+from tests.tolerance import BF16_TWO_TREES, PROBABILITY_FP32
 
 pytestmark = pytest.mark.gpu
 
@@ -217,6 +217,40 @@ def test_more_trunks_than_scratch_are_refused_and_nothing_is_lost(captured: Capt
     with pytest.raises(ValueError, match="at most 256"):
         captured.submit(trees)
     assert captured.logits([TokenTree([1], (TokenTree([2]),))]).isfinite().all()
+
+
+def test_three_levels_have_graphs_of_their_own_and_answer_what_two_do() -> None:
+    torch._dynamo.reset()
+    before, model = torch.cuda.current_stream(), small_model()
+    head = OptionHead(model.label_rows(list(range(LABELS))))
+    streams = CudaStreams(
+        model, head, max_tokens=MAX_TOKENS, max_prompt_tokens=4096, compile=True, graphs="explicit", depth=3
+    )
+    try:
+        count = compilations()
+        streams.start()
+        assert compilations() - count == 2  # one for each number of levels
+        count = compilations()
+        rng = random.Random(4)
+
+        def tokens(length: int) -> list[int]:
+            return [rng.randrange(NAN_TOKEN) for _ in range(length)]
+
+        for lengths in ((40, 30, 20), (300, 70, 65), (129, 1, 1), (700, 17, 9)):
+            trunk, questions = tokens(lengths[0]), [tokens(lengths[1]) for _ in range(2)]
+            leaves = [[tokens(lengths[2]) for _ in range(3)] for _ in questions]
+            pairs = list(zip(questions, leaves, strict=True))
+            deep = TokenTree(trunk, tuple(TokenTree(q, tuple(map(TokenTree, group))) for q, group in pairs))
+            flat = TokenTree(trunk, tuple(TokenTree(q + leaf) for q, group in pairs for leaf in group))
+            found = []
+            for tree in (deep, flat):
+                logits, run = streams.submit([TreeLayout.of(tree)], needed_by(tree)).result()
+                assert run.captured
+                found.append(torch.from_numpy(logits))
+            assert (found[0] - found[1]).abs().max() <= BF16_TWO_TREES * found[1].std()
+        assert compilations() == count
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def test_a_model_belongs_to_one_engine_at_a_time() -> None:

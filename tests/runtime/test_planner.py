@@ -98,6 +98,15 @@ def test_a_question_gets_no_branch_that_would_share_nothing() -> None:
     assert apart == TokenTree([], (TokenTree([1, 2]), TokenTree([3, 2]), TokenTree([2, 4])))
 
 
+def test_a_third_level_has_to_save_as_many_rows_as_are_asked_for() -> None:
+    encoded = EncodedRequest([9], [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2]], [3, 1], [3, 1])
+    assert plan_tree(encoded).num_tokens == 1 + 2 + 3 + 1
+    for least, levels in ((4, 3), (5, 2)):
+        tree = plan_tree(encoded, least=least)
+        assert TreeLayout.of(tree).depth == levels
+        assert prompts_of(tree) == encoded.prompts
+
+
 GROUPS = st.lists(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=4), min_size=1, max_size=4
 )
