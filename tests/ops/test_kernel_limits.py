@@ -50,7 +50,9 @@ ATTENTION_HEADS = pytest.mark.parametrize(
     ("heads", "kv_heads"), [(8, 2), (16, 4), (24, 4)], ids=["8_heads", "16_heads", "24_heads"]
 )
 on_sweep = pytest.mark.parametrize("name", SWEEP)
-on_small_sweep = pytest.mark.parametrize("name", SMALL_SWEEP)
+on_small_sweep = pytest.mark.parametrize(
+    "name", ["lengths", pytest.param("one_token_segments", marks=pytest.mark.slow)]
+)
 
 
 def pack(shapes: list[Shape], *, padding: int = 5, caches: list[TrunkCache] | None = None) -> ForkMetadata:

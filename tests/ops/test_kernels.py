@@ -30,6 +30,7 @@ triton = pytest.importorskip("triton", reason="Triton is not available on this p
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 NAN = float("nan")
+slow = pytest.mark.slow  # variants of what the fast tier tests, too
 ROUNDS: dict[str, list[Shape]] = {
     "one": [(9, [3])],
     "empty_trunk": [(0, [1, 4, 66])],
@@ -41,7 +42,17 @@ ROUNDS: dict[str, list[Shape]] = {
     "depth_three": [(10, [(5, [1, 2, 64]), (3, [7]), 4]), (66, [(1, [1, 1]), (65, [2])])],
 }
 too_large_in_float32 = pytest.mark.skipif(ON_GPU, reason="in float32 of this size only the interpreter has room")
-on_rounds = pytest.mark.parametrize("shapes", ROUNDS.values(), ids=ROUNDS.keys())
+TELLING = ("around_the_chunk", "depth_three")
+
+
+def on_rounds(names: str, variants: dict[str, tuple[int, ...]]) -> pytest.MarkDecorator:
+    """All rounds in all variants; the fast tier has those of the first, and of the others the most telling."""
+    cases = []
+    for index, (variant, values) in enumerate(variants.items()):
+        for name, shapes in ROUNDS.items():
+            marks = [] if index == 0 or name in TELLING else [slow]
+            cases.append(pytest.param(shapes, *values, id=f"{name}-{variant}", marks=marks))
+    return pytest.mark.parametrize(f"shapes, {names}", cases)
 
 
 def pack(shapes: list[Shape], *, padding: int = 5, caches: list[TrunkCache] | None = None) -> ForkMetadata:
@@ -78,8 +89,7 @@ def assert_same_schedule(meta: ForkMetadata, *, width: int, block: int) -> None:
         assert torch.equal(want[:used], have[:used]), name
 
 
-@on_rounds
-@pytest.mark.parametrize(("width", "block"), [(4, 32), (2, 16), (4, 8), (1, 16)])
+@on_rounds("width, block", {"4_taps": (4, 32), "2_taps": (2, 16), "small_tiles": (4, 8), "no_taps": (1, 16)})
 def test_schedule_equals_its_reference(shapes: list[Shape], width: int, block: int) -> None:
     assert_same_schedule(pack(shapes), width=width, block=block)
 
@@ -197,8 +207,7 @@ class Delta:
         return out, *pools
 
 
-@on_rounds
-@pytest.mark.parametrize(("key_heads", "heads"), [(2, 2), (1, 2)], ids=["equal_heads", "grouped"])
+@on_rounds("key_heads, heads", {"grouped": (1, 2), "equal_heads": (2, 2)})
 def test_delta_rule_in_float32(shapes: list[Shape], key_heads: int, heads: int) -> None:
     meta = pack(shapes)
     delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=key_heads, heads=heads, dim=32)
@@ -321,9 +330,8 @@ class Attention:
         )
 
 
-@on_rounds
+@on_rounds("heads, kv_heads", {"group_2": (4, 2), "group_6": (6, 1), "group_1": (2, 2)})
 @pytest.mark.parametrize("selected", [False, True], ids=["all_rows", "readout_rows"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1), (2, 2)], ids=["group_2", "group_6", "group_1"])
 def test_attention_in_float32(shapes: list[Shape], selected: bool, heads: int, kv_heads: int) -> None:
     meta = pack(shapes)
     attention = Attention(meta.tokens.shape[0], torch.float32, heads=heads, kv_heads=kv_heads, dim=32)
@@ -334,7 +342,7 @@ def test_attention_in_float32(shapes: list[Shape], selected: bool, heads: int, k
         assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
-@pytest.mark.parametrize("cached", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("cached", [1, pytest.param(63, marks=slow), 64, pytest.param(65, marks=slow), 130])
 def test_attention_resumes_from_pages(cached: int) -> None:
     pages = tuple(range(1, 1 + -(-(cached + 70) // PAGE_SIZE)))
     meta = pack([(70, [3, 66, 1]), (2, [4])], caches=[TrunkCache(cached, slot=1, pages=pages), TrunkCache(pages=(9,))])
@@ -379,7 +387,7 @@ def check_windows(window: int, *, heads: int, kv_heads: int, dim: int) -> None:
             assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=slow), 5, pytest.param(64, marks=slow), 100])
 def test_attention_in_a_window(window: int) -> None:
     check_windows(window, heads=2, kv_heads=1, dim=16)
 
@@ -406,7 +414,7 @@ def test_attention_of_512_channels() -> None:
         assert relative_error(out.double(), attention.reference(meta, rows, torch.float64)) <= FP32_RELATIVE
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=slow), 40])
 def test_attention_to_what_another_layer_wrote(window: int) -> None:
     """Trunks are read from the pool alone, which stays as it is."""
     resumed = [3, 1]
@@ -455,7 +463,9 @@ def small_table_round() -> ForkMetadata:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "window"), [(4, 2, 0), (6, 1, 0), (4, 2, 40)], ids=["group_2", "group_6", "window"]
+    ("heads", "kv_heads", "window"),
+    [pytest.param(4, 2, 0, marks=slow), pytest.param(6, 1, 0, marks=slow), (4, 2, 40)],
+    ids=["group_2", "group_6", "window"],
 )
 def test_attention_of_smaller_gpus(small_table: LaunchTable, heads: int, kv_heads: int, window: int) -> None:
     meta = small_table_round()
