@@ -70,12 +70,11 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
             found[f"{name}, {kind}"] = delta._scan_kernel, scan, table.scan_warps
     for group, head_dim, window in (
         *((4, 256, 0), (6, 256, 0), (1, 128, 0)),
-        *((8, 256, 512), (4, 256, 512), (2, 256, 1024)),
-        *((8, 512, 0), (4, 512, 0), (16, 512, 0)),
+        *((8, 256, 512), (2, 256, 1024), (8, 512, 0), (16, 512, 0)),
     ):
         launch = table.attention_of(head_dim)
         for rows in (False, True):
-            for depth in (2, 3):
+            for depth in (3,) if window or head_dim > 256 else (2, 3):  # 3 has all of 2's code
                 constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": head_dim, "PAGE": PAGE_SIZE}
                 constants |= {"BQ": launch.query_block(group), "BN": launch.key_block, "STAGES": launch.stages}
                 constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32", "WINDOW": window}
