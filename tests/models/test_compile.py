@@ -97,7 +97,8 @@ def test_one_dynamic_graph_serves_every_capacity(models: Any) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the fast tier compiles an engine (tests/runtime/test_streams.py)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_matches_isolated_prompts(models: Any, mode: str) -> None:
     hf, model = models
     compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)

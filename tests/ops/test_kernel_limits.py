@@ -329,7 +329,7 @@ def check_delta_padding(dtype: torch.dtype, *, key_heads: int, heads: int, dim: 
         assert all(torch.equal(x, y) for x, y in zip(other, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 40])
 def test_attention_padding_in_float32(window: int) -> None:
     check_attention_padding(torch.float32, heads=2, kv_heads=1, dim=32, window=window)
 

@@ -42,15 +42,16 @@ ROUNDS: dict[str, list[Shape]] = {
     "depth_three": [(10, [(5, [1, 2, 64]), (3, [7]), 4]), (66, [(1, [1, 1]), (65, [2])])],
 }
 too_large_in_float32 = pytest.mark.skipif(ON_GPU, reason="in float32 of this size only the interpreter has room")
+FAST = ("empty_trunk", "around_the_chunk", "zero_length_branch", "depth_three")
 TELLING = ("around_the_chunk", "depth_three")
 
 
 def on_rounds(names: str, variants: dict[str, tuple[int, ...]]) -> pytest.MarkDecorator:
-    """All rounds in all variants; the fast tier has those of the first, and of the others the most telling."""
+    """All rounds in all variants; the fast tier has some of the first, and of the others the most telling."""
     cases = []
     for index, (variant, values) in enumerate(variants.items()):
         for name, shapes in ROUNDS.items():
-            marks = [] if index == 0 or name in TELLING else [slow]
+            marks = [] if name in (TELLING if index else FAST) else [slow]
             cases.append(pytest.param(shapes, *values, id=f"{name}-{variant}", marks=marks))
     return pytest.mark.parametrize(f"shapes, {names}", cases)
 
@@ -232,7 +233,9 @@ def test_delta_rule_resumes_and_saves_at_any_row() -> None:
         assert relative_error(got.double(), want) <= FP32_RELATIVE
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(96, 192), (48, 80), (32, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(96, 192), *(pytest.param(*sizes, marks=slow) for sizes in ((48, 80), (32, 48)))]
+)
 def test_delta_rule_of_heads_that_are_no_powers_of_two(key_dim: int, value_dim: int) -> None:
     """Tiles are padded; what lies behind a head, another head or nothing, must not be seen."""
     caches = [TrunkCache(5, slot=3, pages=(1, 2), saves=((9, 4), (75, 5))), TrunkCache(pages=(3,), saves=((2, 6),))]
@@ -342,7 +345,7 @@ def test_attention_in_float32(shapes: list[Shape], selected: bool, heads: int, k
         assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
-@pytest.mark.parametrize("cached", [1, pytest.param(63, marks=slow), 64, pytest.param(65, marks=slow), 130])
+@pytest.mark.parametrize("cached", [64, *(pytest.param(cached, marks=slow) for cached in (1, 63, 65, 130))])
 def test_attention_resumes_from_pages(cached: int) -> None:
     pages = tuple(range(1, 1 + -(-(cached + 70) // PAGE_SIZE)))
     meta = pack([(70, [3, 66, 1]), (2, [4])], caches=[TrunkCache(cached, slot=1, pages=pages), TrunkCache(pages=(9,))])
@@ -387,7 +390,9 @@ def check_windows(window: int, *, heads: int, kv_heads: int, dim: int) -> None:
             assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
-@pytest.mark.parametrize("window", [pytest.param(1, marks=slow), 5, pytest.param(64, marks=slow), 100])
+@pytest.mark.parametrize(
+    "window", [pytest.param(1, marks=slow), 5, *(pytest.param(window, marks=slow) for window in (64, 100))]
+)
 def test_attention_in_a_window(window: int) -> None:
     check_windows(window, heads=2, kv_heads=1, dim=16)
 

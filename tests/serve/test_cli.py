@@ -83,9 +83,10 @@ def test_bad_options_are_one_line_and_exit_code_2(
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with serving() as (_, url):
+    model = ["--model", str(tiny_model_directory())]
+    with serving(*model) as (_, url):
         port = url.rpartition(":")[2]
-        command = [sys.executable, "-m", "flide", "serve", "--port", port, "--device", "cpu"]
+        command = [sys.executable, "-m", "flide", "serve", *model, "--port", port, "--device", "cpu"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 2
         assert "cannot listen" in done.stderr
