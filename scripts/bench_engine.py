@@ -5,8 +5,8 @@
 Weights are random, made on the device, and such that every part of the model matters. A workload with a fixed shape
 (``scripts/workloads.py``) is timed at that shape and at seeded realistic ones. "In process" is from token ids to
 probabilities, through the engine's own thread: no tokenizer, no HTTP. No speed is printed unless the same run's
-answers, of requests alone and of all together, are those of isolated prompts through the references. Last line: one
-JSON object.
+answers, of requests alone and of all together, are those of isolated prompts through the references. Workloads with
+candidates (jev_race, jev_97) are read by a scalar head, as Open-Jev's. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from flide.heads import OpenJevHead
 from flide.layers import ForkAttentionReader
 from flide.layers.merge import MergedLinear
 from flide.models.decision import ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
-from flide.runtime.capacity import smallest_that_holds
+from flide.runtime.capacity import DEEP_SAVES, smallest_that_holds
 from flide.runtime.config import GRAPH_MODES, EngineConfig
 from flide.runtime.decision import Decision, joined
+from flide.runtime.format import EncodedRequest
 from flide.runtime.graphs import CudaStreams
 from flide.runtime.metadata import PAGE_SIZE
+from flide.runtime.reads import OptionReads
 from flide.runtime.request import Choice, DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.worker import Job, Worker
 from scripts.random_models import SIZES, config_of, random_model
-from scripts.workloads import FIXED, SEEDED, Shape, realistic
+from scripts.workloads import FIXED, FIXED_CANDIDATES, SEEDED, CandidateShape, Shape, realistic
 
 LARGEST_ROUND = dict.fromkeys(("9b", "27b", "12b", "31b"), 8192)  # rows; 16,384 for smaller models
 OPTIONS, LABELS = 26, 255  # of a question of the parity check; label rows
@@ -51,18 +54,35 @@ SECONDS = 3.0  # of each timing
 
 
 class Bench:
-    """One engine, measured."""
+    """One engine, measured.
 
-    def __init__(self, fields: Mapping[str, Any], config: EngineConfig, *, device: str = "cuda", seed: int = 0) -> None:
+    Args:
+        fields: of the model's config.
+        config: of the engine.
+        candidates: read by a scalar head, every candidate from a prompt of its own.
+        device, seed: of the model.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        config: EngineConfig,
+        *,
+        candidates: bool = False,
+        device: str = "cuda",
+        seed: int = 0,
+    ) -> None:
         self.rng = random.Random(seed)
         self.model = random_model(fields, device=device, seed=seed)
+        if candidates:
+            self.model.head = random_scalar_head(self.model)
         self.vocab, self.config = self.model.config.vocab_size, config
         self.label_ids = list(range(100, 100 + LABELS))
 
     def start(self, workloads: Sequence[str]) -> None:
         """Answer one request of each workload by isolated prompts first, while the model is plain; then make the
         engine."""
-        shapes = {name: FIXED.get(name) or _with_a_trunk(realistic(name)) for name in workloads}
+        shapes = {name: _fixed(name) or _with_a_trunk(realistic(name)) for name in workloads}
         self.checks = {name: self.prepare(shape, options=OPTIONS) for name, shape in shapes.items()}
         self.expected = {name: self._isolated(request) for name, request in self.checks.items()}
         self.faulty = {name: self._isolated(self._with_another_page(request)) for name, request in self.checks.items()}
@@ -89,8 +109,8 @@ class Bench:
         found = {}
         for name, *decisions in zip(self.checks, alone, self.ask(parts), strict=True):
             expected, faulty = self.expected[name], self.faulty[name]
-            error = max(_distance(_answers(decision, expected), expected).max().item() for decision in decisions)
-            found[name] = error / _distance(faulty, expected).mean().item()
+            error = max(_distances(_answers(decision), expected).max().item() for decision in decisions)
+            found[name] = error / _distances(faulty, expected).mean().item()
         return found
 
     def latency(self, requests: Sequence[PreparedRequest]) -> dict[str, float]:
@@ -128,12 +148,28 @@ class Bench:
         self.ask([[request]])  # all graphs read the same arena
         return _back_to_back(graph.replay)
 
-    def prepare(self, shape: Shape, *, options: int = 4) -> PreparedRequest:
-        """A request of some shape with random tokens."""
+    def prepare(self, shape: Shape | CandidateShape, *, options: int = 4) -> PreparedRequest:
+        """A request of some shape with random tokens. ``options``: of each question that has one prompt."""
+        if isinstance(shape, CandidateShape):
+            return self._prepare_candidates(shape)
         criteria = {f"o{k:02}": None for k in range(options)}
         questions = {f"q{i}": Choice("?", criteria) for i in range(len(shape.branches))}
         tree = TokenTree(self._tokens(shape.trunk), tuple(TokenTree(self._tokens(n)) for n in shape.branches))
         return PreparedRequest.of(DecisionRequest("", questions), tree, [options] * len(questions))
+
+    def _prepare_candidates(self, shape: CandidateShape) -> PreparedRequest:
+        counts = [len(own) for _, own in shape.questions]
+        tails: list[list[int]] = []
+        for shared, own in shape.questions:
+            question = self._tokens(shared)
+            tails += [question + self._tokens(count) for count in own]
+        encoded = EncodedRequest(self._tokens(shape.trunk), tails, counts, counts)
+        questions = {f"q{i}": Choice("?", {f"o{k}": None for k in range(n)}) for i, n in enumerate(counts)}
+        reads = OptionReads.of([[0] * count for count in counts], row_per_option=True)
+        depth = self.config.depth or 2
+        return PreparedRequest.from_encoded(
+            DecisionRequest("", questions), encoded, reads, depth=depth, least=DEEP_SAVES
+        )
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
@@ -142,20 +178,43 @@ class Bench:
         """The request with the last page of its trunk replaced by other tokens."""
         kept = list(request.tree.tokens)[:-PAGE_SIZE]
         tree = replace(request.tree, tokens=kept + self._tokens(PAGE_SIZE))
-        return PreparedRequest.of(request.request, tree, request.num_options)
+        return PreparedRequest.of(request.request, tree, request.num_options, request.reads)
 
     @torch.inference_mode()
-    def _isolated(self, request: PreparedRequest) -> Tensor:
-        """Probabilities of the first, the middle and the last question, each prompt alone through the references:
-        ``[questions, OPTIONS]``."""
+    def _isolated(self, request: PreparedRequest) -> list[Tensor]:
+        """Probabilities of the first, the middle and the last question, each prompt alone through the references."""
         rows_LD = self.model.label_rows(self.label_ids[:OPTIONS])
+        prompts = [TokenTree(prompt) for prompt in prompts_of(request.tree)]
+        counts = [1] * len(request.num_options) if self.model.head is None else request.num_options
         found = []
-        parts = request.alone()
-        for part in (parts[i] for i in _checked_questions(len(parts))):
-            meta = ForkMetadata.pack([part.tree]).to(self.model.lm_head.weight.device)
-            logits_NL = self.model.label_logits(self.model(meta.tokens, meta), rows_LD)
-            found.append(logits_NL[0].double().softmax(-1).cpu())
-        return torch.stack(found)
+        for i in _checked_questions(len(counts)):
+            logits = []
+            for prompt in prompts[sum(counts[:i]) : sum(counts[: i + 1])]:
+                meta = ForkMetadata.pack([prompt]).to(self.model.lm_head.weight.device)
+                hidden_ND = self.model(meta.tokens, meta)
+                head = self.model.head
+                logits.append(self.model.label_logits(hidden_ND, rows_LD)[0] if head is None else head(hidden_ND)[0])
+            found.append(torch.cat(logits).double().softmax(-1).cpu())
+        return found
+
+
+def prompts_of(tree: TokenTree) -> list[list[int]]:
+    """The tokens from the root to each leaf, in order."""
+    if not tree.children:
+        return [list(tree.tokens)]
+    return [[*tree.tokens, *rest] for child in tree.children for rest in prompts_of(child)]
+
+
+def random_scalar_head(model: ForDecision, *, std: float = 0.3) -> OpenJevHead:
+    """A scalar head whose scores differ by about 1 and more; final hidden states have a norm of sqrt(D)."""
+    head = OpenJevHead(model.lm_head.in_features).to(model.lm_head.weight.device)
+    nn.init.normal_(head.score.weight, std=std)
+    nn.init.zeros_(head.score.bias)
+    return head.eval()
+
+
+def _fixed(name: str) -> Shape | CandidateShape | None:
+    return FIXED.get(name) or FIXED_CANDIDATES.get(name)
 
 
 def _with_a_trunk(shapes: Iterator[Shape]) -> Shape:
@@ -166,15 +225,15 @@ def _checked_questions(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1})
 
 
-def _answers(decision: Decision, like: Tensor) -> Tensor:
+def _answers(decision: Decision) -> list[Tensor]:
     """The probabilities that ``_isolated`` computes, of a decision."""
     answers = [list(answer.probabilities.values()) for answer in decision.answers.values()]
-    return torch.tensor([answers[i] for i in _checked_questions(len(answers))], dtype=like.dtype)
+    return [torch.tensor(answers[i], dtype=torch.float64) for i in _checked_questions(len(answers))]
 
 
-def _distance(p: Tensor, q: Tensor) -> Tensor:
-    """Total variation of each row."""
-    return 0.5 * (p - q).abs().sum(-1)
+def _distances(p: Sequence[Tensor], q: Sequence[Tensor]) -> Tensor:
+    """Total variation of each question."""
+    return torch.stack([0.5 * (a - b).abs().sum() for a, b in zip(p, q, strict=True)])
 
 
 def _back_to_back(run: Callable[[], object], *, seconds: float = 0.5) -> float:
@@ -236,7 +295,7 @@ def products_ms(model: ForDecision, rows: int, readouts: int) -> float:
     return _back_to_back(graph.replay)
 
 
-def measure(bench: Bench, name: str, shapes: list[Shape]) -> dict[str, Any]:
+def measure(bench: Bench, name: str, shapes: Sequence[Shape | CandidateShape]) -> dict[str, Any]:
     requests = [bench.prepare(shape) for shape in shapes]
     result: dict[str, Any] = {"rows": statistics.mean(r.needed.tokens for r in requests)}
     result |= bench.latency(requests)
@@ -255,7 +314,8 @@ def measure(bench: Bench, name: str, shapes: list[Shape]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="0.8b", type=str.lower, choices=SIZES)
-    parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join({*FIXED, *SEEDED})}")
+    known = list(dict.fromkeys([*FIXED, *SEEDED, *FIXED_CANDIDATES]))
+    parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join(known)}")
     parser.add_argument("--seeded", type=int, default=64, help="realistic requests per workload; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--graphs", default="auto", choices=GRAPH_MODES)
@@ -264,11 +324,15 @@ def main() -> int:
     parser.add_argument("--no-flat-rounds", action="store_true", help="one request a replay")
     parser.add_argument("--no-selective-readout", action="store_true", help="the last layer computes every row")
     parser.add_argument("--max-round-tokens", type=int)
+    parser.add_argument("--depth", type=int, choices=(2, 3), help="levels of trees; 3 makes more graphs")
     arguments = parser.parse_args()
     workloads = arguments.workload.split(",")
     for name in workloads:
-        if name not in FIXED and name not in SEEDED:
+        if name not in known:
             parser.error(f"unknown workload {name!r}")
+    candidates = [name for name in workloads if name in FIXED_CANDIDATES]
+    if candidates and candidates != workloads:
+        parser.error("workloads with candidates need a head of their own: a run of their own")
     if not torch.cuda.is_available():
         parser.error("the benchmark needs a CUDA device")
     config = EngineConfig(
@@ -277,10 +341,11 @@ def main() -> int:
         fork=not arguments.no_fork,
         selective_readout=not arguments.no_selective_readout,
         max_round_requests=1 if arguments.no_flat_rounds else None,
+        depth=arguments.depth,
         max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size),
     )
     print(torch.cuda.get_device_name(), "torch", torch.__version__, config, flush=True)
-    bench = Bench(config_of(arguments.size), config, seed=arguments.seed)
+    bench = Bench(config_of(arguments.size), config, candidates=bool(candidates), seed=arguments.seed)
     bench.start(workloads)
     report = asdict(bench.streams.report)
     print("ready", {key: round(value, 2) for key, value in report.items()}, flush=True)
@@ -294,8 +359,9 @@ def main() -> int:
     else:
         timings = result["workloads"] = {}
         for name in workloads:
-            if name in FIXED:
-                timings[name] = measure(bench, name, [FIXED[name]])
+            fixed = _fixed(name)
+            if fixed is not None:
+                timings[name] = measure(bench, name, [fixed])
             if name in SEEDED and arguments.seeded:
                 shapes = list(itertools.islice(realistic(name, seed=arguments.seed), arguments.seeded))
                 timings[f"{name}, seeded"] = measure(bench, f"{name}, seeded", shapes)

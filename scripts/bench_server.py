@@ -3,7 +3,8 @@
     python -m scripts.bench_server http://127.0.0.1:8000 --workload race,quality_all [--clients 1,8,64,256]
 
 Bodies have the questions and the tokens of the workload: they are made longer or shorter until the server counts the
-right number, which is printed. Questions have four options. Clients are spread over processes and speak HTTP/1.1 over
+right number, which is printed. Questions have four options. jev_race and jev_97 are for servers of Open-Jev: texts of
+the length that give these shapes, with the number of candidates of each. Clients are spread over processes and speak HTTP/1.1 over
 kept connections with prepared bytes. After a second of ramp, latencies are those of requests sent within the measured
 time and the rate is of answers within it; server_*_ms are medians of what the server says of its own steps. The
 clients' own ceiling is measured against /health first: a rate near it says nothing about the server. Last line: one
@@ -27,7 +28,7 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from scripts.workloads import FIXED, Shape
+from scripts.workloads import FIXED, FIXED_CANDIDATES, Shape
 
 # Each of these, behind a blank, is one token of every large vocabulary.
 VOCABULARY = (
@@ -42,29 +43,30 @@ RAMP = 1.0  # seconds before counting begins
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How many words the state and each question of a body have."""
+    """How many words the state, each question and each option of a body have."""
 
     state: int
     question: int
+    option: int = 1
 
 
-def body(words: Words, questions: int, seed: int) -> bytes:
+CANDIDATE_WORDS = {"jev_race": Words(257, 11, 5), "jev_97": Words(1837, 26, 13)}  # about the tokens of the shapes
+
+
+def body(words: Words, questions: int, seed: int, *, options: Sequence[int] = ()) -> bytes:
     """A System One body of its own words. Its first two questions begin differently, so that they share the state and
-    no more."""
+    no more. ``options``: how many each question has; four by default."""
     rng = random.Random(seed)
-    asked = {
-        f"q{i}": {
-            "type": "choice",
-            "instructions": text(rng, words.question, first=WORDS[i % 2]),
-            "criteria": dict.fromkeys(OPTIONS),
-        }
-        for i in range(questions)
-    }
+    asked = {}
+    for i, count in enumerate(options or [len(OPTIONS)] * questions):
+        names = [text(rng, words.option, first=OPTIONS[k % len(OPTIONS)]) for k in range(count)]
+        instructions = text(rng, words.question, first=WORDS[i % 2])
+        asked[f"q{i}"] = {"type": "choice", "instructions": instructions, "criteria": dict.fromkeys(names)}
     return json.dumps({"model": "jev-latest", "state": text(rng, words.state), "questions": asked}).encode()
 
 
 def text(rng: random.Random, words: int, *, first: str = "The") -> str:
-    return " ".join([first, *rng.choices(WORDS, k=max(1, words) - 1)])
+    return " ".join([first, *rng.choices(WORDS, k=words - 1)]) if words > 1 else first
 
 
 def fitted(shape: Shape, ask: Callable[[bytes], int], *, bodies: int) -> tuple[list[bytes], list[int]]:
@@ -93,6 +95,13 @@ def fitted(shape: Shape, ask: Callable[[bytes], int], *, bodies: int) -> tuple[l
         made.append(body(Words(state, question), count, seed))
         tokens.append(found)
     return made, tokens
+
+
+def with_candidates(name: str, ask: Callable[[bytes], int], *, bodies: int) -> tuple[list[bytes], list[int]]:
+    """Bodies of a workload of candidates, and how many tokens each has."""
+    counts = [len(own) for _, own in FIXED_CANDIDATES[name].questions]
+    made = [body(CANDIDATE_WORDS[name], len(counts), seed, options=counts) for seed in range(bodies)]
+    return made, [ask(data) for data in made]
 
 
 def solve(measure: Callable[[int], int], target: int, *, start: int) -> tuple[int, int]:
@@ -211,8 +220,9 @@ def steps(timings: Sequence[bytes]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    shapes = {**FIXED, **FIXED_CANDIDATES}
     parser.add_argument("url")
-    parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join(FIXED)}")
+    parser.add_argument("--workload", default="race,quality_all", help=f"some of {', '.join(shapes)}")
     parser.add_argument("--clients", default="1,8,64,256")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--bodies", type=int, default=64, help="different bodies of a workload")
@@ -222,7 +232,7 @@ def main() -> int:
     if url.scheme != "http" or url.hostname is None:
         parser.error("the URL should be http://HOST:PORT")
     names = arguments.workload.split(",")
-    unknown = [name for name in names if name not in FIXED]
+    unknown = [name for name in names if name not in shapes]
     if unknown:
         parser.error(f"unknown workload {unknown[0]!r}")
     host, port, prefix = url.hostname, url.port or 80, url.path.rstrip("/")
@@ -253,7 +263,10 @@ def main() -> int:
         return int(json.loads(answer)["usage"]["input_tokens"])
 
     for name in names:
-        bodies, tokens = fitted(FIXED[name], ask, bodies=arguments.bodies)
+        if name in FIXED_CANDIDATES:
+            bodies, tokens = with_candidates(name, ask, bodies=arguments.bodies)
+        else:
+            bodies, tokens = fitted(FIXED[name], ask, bodies=arguments.bodies)
         requests = [request(f"{prefix}/v1/systemone", url.netloc, data, arguments.api_key) for data in bodies]
         rows = []
         for clients in counts:
@@ -261,7 +274,7 @@ def main() -> int:
             failed += rows[-1]["failed"]
             show(name, {"tokens": statistics.mean(tokens), **rows[-1]})
         connection.close()  # the server would, meanwhile; the next request opens it again
-        spread = {"tokens": FIXED[name].rows, "fewest_tokens": min(tokens), "most_tokens": max(tokens)}
+        spread = {"tokens": shapes[name].rows, "fewest_tokens": min(tokens), "most_tokens": max(tokens)}
         result["workloads"][name] = {**spread, "body_bytes": len(bodies[0]), "rows": rows}
     print(json.dumps(result))
     return 1 if failed else 0

@@ -32,12 +32,38 @@ class Shape:
         return TokenTree([token] * self.trunk, tuple(TokenTree([token] * n) for n in self.branches))
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateShape:
+    """Tokens of a request whose every candidate has a prompt of its own, as Open-Jev's have.
+
+    Attributes:
+        trunk: tokens that all prompts share.
+        questions: of each question, tokens that its candidates share behind the trunk, and each candidate's own.
+    """
+
+    trunk: int
+    questions: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def rows(self) -> int:
+        """In a tree of three levels."""
+        return self.trunk + sum(shared + sum(own) for shared, own in self.questions)
+
+
 FIXED = {
     "race": Shape(264, (80,)),
     "race_all": Shape(264, (80,) * 4),
     "multirc": Shape(284, (45,) * 48),
     "quality_all": Shape(4804, (103,) * 18),
     "q64": Shape(4804, (103,) * 64),
+}
+# RACE's text as Open-Jev's prompts, and the 21 questions with 97 candidates that its own cache was measured with.
+FIXED_CANDIDATES = {
+    "jev_race": CandidateShape(282, ((0, (26,) * 4),)),
+    "jev_97": CandidateShape(
+        1862,
+        (*(((32, (34,) * 5),) * 5), *(((31, (34,) * 5),) * 7), (31, (34, 34, 33, 33, 33)), *(((31, (34,) * 4),) * 8)),
+    ),
 }
 
 QUANTILES = (0, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1)

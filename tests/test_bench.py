@@ -14,9 +14,9 @@ from flide.runtime.config import EngineConfig
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tree import TreeLayout
 from scripts.bench_engine import PARITY, Bench, products
-from scripts.bench_server import fitted, steps
+from scripts.bench_server import fitted, steps, with_candidates
 from scripts.random_models import config_of
-from scripts.workloads import FIXED
+from scripts.workloads import FIXED, FIXED_CANDIDATES, CandidateShape
 from tests.models.gemma4 import published
 from tests.oracle import tiny_config
 
@@ -61,6 +61,26 @@ def test_the_order_of_questions_matters(bench: Bench, monkeypatch: pytest.Monkey
     ask = bench.ask
     monkeypatch.setattr(bench, "ask", lambda parts: [_rotated(decision) for decision in ask(parts)])
     assert max(bench.parity().values()) > PARITY
+
+
+def test_candidates_are_read_by_a_scalar_head_and_share_their_question_by_choice() -> None:
+    shape = CandidateShape(100, ((30, (5, 6, 7)), (30, (8, 9))))
+    bench = Bench(FIELDS["qwen"], EngineConfig(device="cpu", depth=3), candidates=True, device="cpu")
+    bench.model.float()
+    bench.start(["jev_race"])
+    assert 0 < bench.parity()["jev_race"] < 1e-3
+    assert bench.prepare(shape).needed.tokens == shape.rows
+    bench.config = replace(bench.config, depth=2)
+    assert bench.prepare(shape).needed.tokens == shape.rows + 3 * 30
+    bench.worker.close()
+    assert FIXED_CANDIDATES["jev_97"].rows == 5813
+
+
+def test_bodies_of_candidates_have_texts_of_their_own() -> None:
+    bodies, _ = with_candidates("jev_97", len, bodies=2)
+    assert bodies[0] != bodies[1]
+    questions = json.loads(bodies[0])["questions"].values()
+    assert sum(len(question["criteria"]) for question in questions) == 97
 
 
 class TestProducts:
