@@ -4,11 +4,10 @@
 
 Bodies have the questions and the tokens of the workload: they are made longer or shorter until the server counts the
 right number, which is printed. Questions have four options. jev_race and jev_97 are for servers of Open-Jev: texts of
-the length that give these shapes, with the number of candidates of each. Clients are spread over processes and speak HTTP/1.1 over
-kept connections with prepared bytes. After a second of ramp, latencies are those of requests sent within the measured
-time and the rate is of answers within it; server_*_ms are medians of what the server says of its own steps. The
-clients' own ceiling is measured against /health first: a rate near it says nothing about the server. Last line: one
-JSON object.
+the length that give these shapes. Clients are spread over processes and speak HTTP/1.1 over kept connections with
+prepared bytes. After a second of ramp, latencies are those of requests sent within the measured time and the rate is
+of answers within it; server_*_ms are medians of what the server says of its own steps. The clients' own ceiling is
+measured against /health first: a rate near it says nothing about the server. Last line: one JSON object.
 """
 
 from __future__ import annotations
