@@ -236,7 +236,7 @@ def test_three_levels_have_graphs_of_their_own_and_answer_what_two_do() -> None:
         def tokens(length: int) -> list[int]:
             return [rng.randrange(NAN_TOKEN) for _ in range(length)]
 
-        for lengths in ((40, 30, 20), (300, 70, 65), (129, 1, 1), (700, 17, 9)):
+        for lengths in ((40, 30, 20), (300, 60, 55), (129, 1, 1), (700, 17, 9)):
             trunk, questions = tokens(lengths[0]), [tokens(lengths[1]) for _ in range(2)]
             leaves = [[tokens(lengths[2]) for _ in range(3)] for _ in questions]
             pairs = list(zip(questions, leaves, strict=True))
