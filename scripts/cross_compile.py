@@ -77,7 +77,13 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
             for depth in (3,) if window or head_dim > 256 else (2, 3):  # 3 has all of 2's code
                 constants = {"M": 2, "G": group, "GP": triton.next_power_of_2(group), "H": head_dim, "PAGE": PAGE_SIZE}
                 constants |= {"BQ": launch.query_block(group), "BN": launch.key_block, "STAGES": launch.stages}
-                constants |= {"HAS_ROWS": rows, "DEPTH": depth, "PRECISION": "tf32", "WINDOW": window}
+                constants |= {
+                    "VALUE_SPLITS": launch.value_splits,
+                    "HAS_ROWS": rows,
+                    "DEPTH": depth,
+                    "PRECISION": "tf32",
+                    "WINDOW": window,
+                }
                 constants |= {"SPLITS": attention.READOUT_SPLITS if rows else 1}
                 name = f"attention{heads_of_size(head_dim)}, group {group}, {'some' if rows else 'all'} rows"
                 name += f"{f', window {window}' if window else ''}, depth {depth}"

@@ -20,12 +20,14 @@ class AttentionTable:
         key_block: keys that are read at a time; divides the page.
         warps: warps of one program.
         stages: pipeline stages of the loop over whole blocks of keys.
+        value_splits: programs that share the columns of a tile's values; each computes all scores.
     """
 
     tile_rows: int
     key_block: int
     warps: int
     stages: int
+    value_splits: int = 1
 
     def query_block(self, group: int) -> int:
         """Query rows of one tile, for ``group`` query heads to a key/value head."""
@@ -69,7 +71,7 @@ class LaunchTable:
 # 227 KB of shared memory a program. Measured on an H200.
 SM_90 = LaunchTable(
     attention=AttentionTable(tile_rows=128, key_block=64, warps=8, stages=2),
-    wide_attention=AttentionTable(tile_rows=64, key_block=32, warps=8, stages=2),
+    wide_attention=AttentionTable(tile_rows=128, key_block=32, warps=8, stages=2, value_splits=2),
     conv_rows=32,
     conv_programs=8,
     conv_warps=4,

@@ -31,7 +31,7 @@ from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body, place
 from flide.serve import faults
 from flide.serve.backend import Backend, LocalBackend
-from flide.serve.body import Room, known_encoding, read_body, unpack
+from flide.serve.body import Body, Room, known_encoding, read_body
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
 from flide.serve.docs_page import POLICY, docs_page
@@ -120,10 +120,10 @@ class DecisionServer:
         """The decision under the name of the model that is served, and headers for its response."""
         began = time.perf_counter()
         with self._room.hold() as grow:
-            unpacked = await self._body(request, grow)
+            body = await self._body(request, grow)
             async with self._patience(request):
-                prepared = await self._read(request, prepare, unpacked)
-                del unpacked
+                prepared = await self._read(request, prepare, body)
+                del body
                 grow(0)
                 read = time.perf_counter()
                 with self.backend.ticket(prepared, request.state.key) as ticket:
@@ -159,8 +159,7 @@ class DecisionServer:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(docs_page(self._document), headers={"Content-Security-Policy": POLICY})
 
-    async def _body(self, request: Request, grow: Callable[[int], None]) -> Callable[[], bytes]:
-        """What unpacks the body, all of which is there."""
+    async def _body(self, request: Request, grow: Callable[[int], None]) -> Body:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind == "multipart/form-data":  # as official clients send images
             message = "Multipart bodies are not supported: only text can be read"
@@ -171,15 +170,15 @@ class DecisionServer:
         declared = request.headers.get("content-length")
         timeout = self.config.body_timeout
         packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=timeout, grow=grow)
-        return lambda: unpack(packed, encoding, limit)
+        return Body(packed, encoding, limit)
 
-    async def _read(
-        self, request: Request, prepare: Callable[[bytes], PreparedRequest], unpacked: Callable[[], bytes]
-    ) -> PreparedRequest:
-        """The request in a body, made ready off the event loop."""
+    async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest], body: Body) -> PreparedRequest:
+        """The request in a body, made ready; off the event loop unless it is short."""
         try:
+            if body.is_short:
+                return prepare(body.unpack())
             async with self._turns.turn(request.state.key):
-                return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: prepare(unpacked()))
+                return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: prepare(body.unpack()))
         except RequestError as error:
             raise faults.invalid(error) from None
 

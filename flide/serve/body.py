@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 
 import zstandard
 
@@ -16,6 +17,32 @@ PIECE = 1 << 10  # bytes of zstd that are unpacked at a time: at most 32 MB, by 
 UNKNOWN_SIZES = (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
 WELCOME = 64 << 10  # bytes of a body for which there is always room
 ENCODINGS = ("", "identity", "gzip", "zstd")
+# Bytes of a body that is read on the event loop: a few milliseconds at worst, where handing it to a thread and back
+# takes two wake-ups.
+SHORT = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """All of a request's body.
+
+    Attributes:
+        packed: as it was sent.
+        encoding: of ``known_encoding``.
+        max_bytes: it may unpack to.
+    """
+
+    packed: bytes
+    encoding: str
+    max_bytes: int
+
+    @property
+    def is_short(self) -> bool:
+        return len(self.packed) <= SHORT and self.encoding in ("", "identity")
+
+    def unpack(self) -> bytes:
+        """See :func:`unpack`."""
+        return unpack(self.packed, self.encoding, self.max_bytes)
 
 
 def known_encoding(header: str) -> str:

@@ -32,7 +32,7 @@ from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
 from flide.serve.hub import Hub
 from flide.serve.remote import RemoteBackend
-from flide.serve.run import BACKLOG, SWITCH_SECONDS, Logs, bound, keep_from_collector, run_uvicorn, share
+from flide.serve.run import BACKLOG, SWITCH_SECONDS, Logs, bound, keep_from_collector, run_loop, run_uvicorn, share
 
 logger = logging.getLogger("flide.serve")
 
@@ -127,7 +127,7 @@ class Frontends:
                 LocalBackend(engine, config),
                 _Settings(engine.reader.on_cpu(), config, logs, self._imports),
             )
-            return asyncio.run(fleet.serve(lambda: listening(reserved)))
+            return run_loop(fleet.serve(lambda: listening(reserved)))
 
     def end(self) -> None:
         """End processes that still run."""

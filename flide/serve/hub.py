@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from flide.runtime.rounds import LogitsRequest
 from flide.serve.backend import LocalBackend
 from flide.serve.faults import Fault, unavailable
 from flide.serve.link import Link
+from flide.serve.scheduler import Ticket
 
 logger = logging.getLogger("flide.serve")
 
@@ -29,62 +32,77 @@ class Hub:
             sock: this process's end of the link.
             up: called when the frontend accepts connections.
         """
-        link = await Link.over(sock)
-        frontend = _Frontend(self._backend, link)
+        frontend = _Frontend(self._backend, up)
+        frontend.link = await Link.over(sock, frontend.receive)
         try:
-            async for kind, *rest in link.messages():
-                if kind == "up":
-                    up()
-                else:
-                    getattr(frontend, kind)(*rest)
+            await asyncio.shield(frontend.link.ended)
         finally:
             frontend.leave()
-            await link.close()
+            await frontend.link.close()
 
 
 class _Frontend:
-    """What one frontend has asked. The methods are the messages it sends."""
+    """What one frontend has asked."""
 
-    def __init__(self, backend: LocalBackend, link: Link) -> None:
-        self._backend, self._link = backend, link
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+    link: Link
 
-    def ask(self, number: int, key: str, request: LogitsRequest) -> None:
-        self._start(number, self._answer(number, key, request))
+    def __init__(self, backend: LocalBackend, up: Callable[[], None]) -> None:
+        self._backend, self._up = backend, up
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tickets: dict[int, contextlib.ExitStack] = {}
 
-    def drop(self, number: int) -> None:
-        if number in self._tasks:
-            self._tasks[number].cancel()
-
-    def count(self, bundle: list[tuple[str, tuple[Any, ...]]]) -> None:
-        for method, arguments in bundle:
-            getattr(self._backend.counts, method)(*arguments)
-
-    def tell(self, number: int, what: str) -> None:
-        self._start(number, self._tell(number, what))
+    def receive(self, kind: str, *rest: Any) -> None:
+        if kind == "ask":
+            self._ask(*rest)
+        elif kind == "drop":
+            self._leave(*rest)
+        elif kind == "count":
+            for method, arguments in rest[0]:
+                getattr(self._backend.counts, method)(*arguments)
+        elif kind == "tell":
+            task = asyncio.get_running_loop().create_task(self._tell(*rest))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            assert kind == "up"
+            self._up()
 
     def leave(self) -> None:
-        for task in self._tasks.values():
+        for task in self._tasks:
             task.cancel()
+        for number in list(self._tickets):
+            self._leave(number)
 
-    async def _answer(self, number: int, key: str, request: LogitsRequest) -> None:
+    def _ask(self, number: int, key: str, request: LogitsRequest) -> None:
+        stack = contextlib.ExitStack()
         try:
-            with self._backend.ticket(request, key) as ticket:
-                logits_QO = await ticket.answer
-            self._link.send("answer", number, logits_QO, ticket.waited, ticket.ran)
+            ticket = stack.enter_context(self._backend.ticket(request, key))
         except Fault as fault:
-            self._link.send("failed", number, fault)
-        except Exception as error:  # noqa: BLE001 - one request must not take others down
+            self.link.send("failed", number, fault)
+            return
+        self._tickets[number] = stack
+        ticket.answer.add_done_callback(functools.partial(self._answer, number, ticket))
+
+    def _leave(self, number: int) -> None:
+        """Nobody waits for an answer any more, or it was given."""
+        if number in self._tickets:
+            self._tickets.pop(number).close()
+
+    def _answer(self, number: int, ticket: Ticket, answer: asyncio.Future[Any]) -> None:
+        if answer.cancelled() or number not in self._tickets:
+            return
+        error = answer.exception()
+        self._leave(number)
+        if error is None:
+            self.link.send("answer", number, answer.result(), ticket.waited, ticket.ran)
+        elif isinstance(error, Fault):
+            self.link.send("failed", number, error)
+        else:
             # The text of an error may quote what was sent, and its type may be one that cannot be.
             logger.error("a request failed in the engine: %s", type(error).__name__)
             closed = self._backend.closed
             failure = unavailable("The engine is closed.") if closed else RuntimeError(type(error).__name__)
-            self._link.send("failed", number, failure)
+            self.link.send("failed", number, failure)
 
     async def _tell(self, number: int, what: str) -> None:
-        self._link.send("told", number, await getattr(self._backend, what)())
-
-    def _start(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number))
+        self.link.send("told", number, await getattr(self._backend, what)())

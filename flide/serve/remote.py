@@ -47,7 +47,6 @@ class RemoteBackend:
     def __init__(self, reader: RequestReader, sock: socket.socket, *, gone: Callable[[], None]) -> None:
         self.reader, self._sock, self._gone = reader, sock, gone
         self._link: Link | None = None
-        self._receiving: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._places: dict[int, RemotePlace] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -55,8 +54,8 @@ class RemoteBackend:
         self.counts = _SentCounts(self._send)
 
     async def start(self) -> None:
-        self._link = await Link.over(self._sock)
-        self._receiving = asyncio.create_task(self._receive(self._link))
+        self._link = await Link.over(self._sock, self._receive)
+        self._link.ended.add_done_callback(lambda _: self._end())
         self._send("up")
 
     async def drain(self) -> None:
@@ -64,8 +63,6 @@ class RemoteBackend:
         while self._places and not self.closed:
             await asyncio.sleep(0.01)
         self.counts.flush()
-        if self._receiving is not None:
-            self._receiving.cancel()
         if self._link is not None:
             await self._link.close()
 
@@ -114,30 +111,33 @@ class RemoteBackend:
         assert self._link is not None, "started"
         self._link.send(*message)
 
-    async def _receive(self, link: Link) -> None:
-        async for kind, number, *rest in link.messages():
-            if kind == "told":
-                if number in self._questions and not self._questions[number].done():
-                    self._questions[number].set_result(rest[0])
-                continue
-            place = self._places.pop(number, None)
-            if place is None or place.answer.done():  # nobody waits for it any more
-                continue
-            try:
-                if kind == "answer":
-                    logits_QO, place.waited, place.ran = rest
-                    _settle(place, self.reader.decision(place.prepared, logits_QO))
-                else:
-                    _settle(place, rest[0])
-            except Exception as error:  # noqa: BLE001 - one request must not take others down
-                place.give_up(error)
+    def _receive(self, kind: str, number: int, *rest: Any) -> None:
+        if kind == "told":
+            if number in self._questions and not self._questions[number].done():
+                self._questions[number].set_result(rest[0])
+            return
+        place = self._places.pop(number, None)
+        if place is None or place.answer.done():  # nobody waits for it any more
+            return
+        try:
+            if kind == "answer":
+                logits_QO, place.waited, place.ran = rest
+                _settle(place, self.reader.decision(place.prepared, logits_QO))
+            else:
+                _settle(place, rest[0])
+        except Exception as error:  # noqa: BLE001 - one request must not take others down
+            place.give_up(error)
+
+    def _end(self) -> None:
+        """The engine's process is gone, or the link was closed."""
         self.closed = True
         for place in self._places.values():
             place.give_up(_gone())
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(_gone())
-        self._gone()
+        if not self._draining:
+            self._gone()
 
 
 class _SentCounts:

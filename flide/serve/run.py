@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -11,8 +12,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,6 +25,7 @@ from flide.serve.config import ServeConfig
 from flide.serve.protocol import BoundedProtocol
 
 BACKLOG = 2048  # connections that wait to be accepted
+Result = TypeVar("Result")
 END_SECONDS = 30.0  # for the round that runs when all is answered
 SWITCH_SECONDS = 5e-4  # a thread may keep the interpreter while another one, the engine's above all, waits for it
 
@@ -126,6 +129,12 @@ def uvicorn_settings(app: ASGIApp, config: ServeConfig, log_level: str) -> uvico
         server_header=False,
         timeout_graceful_shutdown=int(config.request_timeout) + 1,
     )
+
+
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """``asyncio.run`` on the loop that uvicorn takes: uvloop where there is one."""
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+        return runner.run(main)
 
 
 def run_uvicorn(app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket) -> None:

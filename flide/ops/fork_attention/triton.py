@@ -45,12 +45,24 @@ def _online_softmax(
 
 @triton.jit
 def _load_page(
-    p_pool, p_pages, n, limit, i_m, o_n, o_h, M: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr
+    p_pool,
+    p_pages,
+    n,
+    limit,
+    i_m,
+    o_n,
+    o_h,
+    o_v,
+    M: tl.constexpr,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Keys and values of trunk times ``n + o_n``, which lie in one page."""
+    """Keys and (columns ``o_v`` of) values of trunk times ``n + o_n``, which lie in one page."""
     page = tl.load(p_pages + n // PAGE).to(tl.int64)
-    p_k = p_pool + ((page * 2 * M + i_m) * PAGE + n % PAGE + o_n)[:, None] * H + o_h[None, :]
-    p_v = p_k + M * PAGE * H
+    p_row = p_pool + ((page * 2 * M + i_m) * PAGE + n % PAGE + o_n)[:, None] * H
+    p_k = p_row + o_h[None, :]
+    p_v = p_row + o_v[None, :] + M * PAGE * H
     if MASKED:
         m_n = (n + o_n < limit)[:, None]
         return tl.load(p_k, mask=m_n, other=0.0), tl.load(p_v, mask=m_n, other=0.0)
@@ -59,12 +71,20 @@ def _load_page(
 
 
 @triton.jit
-def _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, s_k, s_kh, s_v, s_vh):
-    """Keys and values of stream rows."""
+def _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, o_v, s_k, s_kh, s_v, s_vh):
+    """Keys and (columns ``o_v`` of) values of stream rows."""
     o_row = rows.to(tl.int64)[:, None]
     b_k = tl.load(p_k + o_row * s_k + i_m * s_kh + o_h[None, :], mask=m_rows[:, None], other=0.0)
-    b_v = tl.load(p_v + o_row * s_v + i_m * s_vh + o_h[None, :], mask=m_rows[:, None], other=0.0)
+    b_v = tl.load(p_v + o_row * s_v + i_m * s_vh + o_v[None, :], mask=m_rows[:, None], other=0.0)
     return b_k, b_v
+
+
+@triton.jit
+def _share(begin, end, i_split, SPLITS: tl.constexpr, BN: tl.constexpr):
+    """The part of a range of keys that one of SPLITS programs does, in whole blocks."""
+    share = tl.cdiv(tl.cdiv(end - begin, BN), SPLITS) * BN
+    begin += i_split * share
+    return begin, tl.minimum(end, begin + share)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -102,21 +122,26 @@ def _fork_attention_kernel(
     PAGE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    VALUE_SPLITS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """One tile's attention. With SPLITS > 1 a program does its share of the trunk's keys, the last one those of the
-    branch too, and leaves the parts to _combine_kernel. With WINDOW > 0 blocks that no query of the tile sees are
-    skipped; times count along the path."""
+    """One tile's attention, or that of one of VALUE_SPLITS parts of the values' columns. With SPLITS > 1 a program does
+    its share of each range of keys and leaves the parts to _combine_kernel. With WINDOW > 0 blocks that no query of the
+    tile sees are skipped; times count along the path."""
     tl.static_assert(PAGE % BN == 0)  # a block of keys lies in one page
     o_x = tl.arange(0, BQ * GP)
     o_g = o_x % GP
     o_h = tl.arange(0, H)
     o_n = tl.arange(0, BN)
+    o_v = tl.arange(0, H // VALUE_SPLITS)
     num_tiles = tl.load(p_tile_count)
-    for work in range(tl.program_id(0), num_tiles * M * SPLITS, tl.num_programs(0)):
+    for part in range(tl.program_id(0), num_tiles * M * SPLITS * VALUE_SPLITS, tl.num_programs(0)):
+        work = part // VALUE_SPLITS
+        if VALUE_SPLITS > 1:
+            o_v = part % VALUE_SPLITS * (H // VALUE_SPLITS) + tl.arange(0, H // VALUE_SPLITS)
         i_tile = num_tiles - 1 - work // (M * SPLITS)  # branches, and the last tiles of a trunk, have the most keys
         i_m = work // SPLITS % M
         i_split = work % SPLITS
@@ -139,7 +164,7 @@ def _fork_attention_kernel(
         m_q = m_q & (o_g < G)
         p_query = p_q + query.to(tl.int64)[:, None] * s_q + o_head[:, None] * s_qh + o_h[None, :]
         b_q = tl.load(p_query, mask=m_q[:, None], other=0.0)
-        b_acc = tl.zeros([BQ * GP, H], dtype=tl.float32)
+        b_acc = tl.zeros([BQ * GP, H // VALUE_SPLITS], dtype=tl.float32)
         b_max = tl.full([BQ * GP], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BQ * GP], dtype=tl.float32)
 
@@ -169,13 +194,11 @@ def _fork_attention_kernel(
             begin = tl.minimum(tl.maximum(low, 0), limit) // BN * BN
             dense_begin = tl.cdiv(tl.maximum(high, 0), BN) * BN
         if SPLITS > 1:
-            share = tl.cdiv(tl.cdiv(limit - begin, BN), SPLITS) * BN
-            begin += i_split * share
-            limit = tl.minimum(limit, begin + share)
+            begin, limit = _share(begin, limit, i_split, SPLITS, BN)
             dense = tl.minimum(dense, limit)
         dense_begin = tl.maximum(dense_begin, begin) if WINDOW > 0 else begin
         for n in tl.range(dense_begin, dense, BN, num_stages=STAGES):
-            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, False)
+            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, o_v, M, H, PAGE, False)
             b_acc, b_max, b_sum = _online_softmax(
                 b_q, b_k, b_v, None, b_acc, b_max, b_sum, scale_log2, False, PRECISION
             )
@@ -183,7 +206,7 @@ def _fork_attention_kernel(
         if WINDOW > 0:
             n = tl.where(dense_begin == begin, n, begin)
         while n < limit:
-            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, M, H, PAGE, True)
+            b_k, b_v = _load_page(p_pool, p_pages, n, limit, i_m, o_n, o_h, o_v, M, H, PAGE, True)
             m_visible = (n + o_n < limit)[None, :] & (n + o_n[None, :] <= b_time[:, None])
             if WINDOW > 0:
                 m_visible = m_visible & (b_time[:, None] - (n + o_n)[None, :] < WINDOW)
@@ -193,16 +216,18 @@ def _fork_attention_kernel(
             n += BN
             if WINDOW > 0:
                 n = tl.where((n == dense_begin) & (n < dense), dense, n)
-        if (parent >= 0) & (i_split == SPLITS - 1):
+        if parent >= 0:
             if DEPTH > 2 and parent != root:
                 n = tl.load(p_offsets + parent)
                 end = tl.load(p_offsets + parent + 1)
                 if WINDOW > 0:
                     b_row = b_time + n - tl.load(p_starts + parent)  # of each query, as if it were the parent's
                     n += tl.maximum(low - tl.load(p_starts + parent), 0) // BN * BN
+                if SPLITS > 1:
+                    n, end = _share(n, end, i_split, SPLITS, BN)
                 while n < end:
                     m_n = n + o_n < end
-                    b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
+                    b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, o_v, s_k, s_kh, s_v, s_vh)
                     m_visible = m_n[None, :] & m_q[:, None]
                     if WINDOW > 0:
                         m_visible = m_visible & (b_row[:, None] - (n + o_n)[None, :] < WINDOW)
@@ -213,10 +238,13 @@ def _fork_attention_kernel(
             n = tl.load(p_offsets + own)
             if WINDOW > 0:
                 n += tl.maximum(tl.min(tl.where(m_q, rows, last_row), axis=0) - WINDOW + 1 - n, 0) // BN * BN
-            while n <= last_row:
-                m_n = n + o_n <= last_row
+            end = last_row + 1
+            if SPLITS > 1:
+                n, end = _share(n, end, i_split, SPLITS, BN)
+            while n < end:
+                m_n = n + o_n < end
                 b_key_segment = tl.load(p_row_segments + n + o_n, mask=m_n, other=-2)
-                b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, s_k, s_kh, s_v, s_vh)
+                b_k, b_v = _load_rows(p_k, p_v, n + o_n, m_n, i_m, o_h, o_v, s_k, s_kh, s_v, s_vh)
                 m_visible = (b_key_segment[None, :] == b_segment[:, None]) & ((n + o_n)[None, :] <= rows[:, None])
                 if WINDOW > 0:
                     m_visible = m_visible & (rows[:, None] - (n + o_n)[None, :] < WINDOW)
@@ -226,11 +254,12 @@ def _fork_attention_kernel(
                 n += BN
         o_out = query.to(tl.int64) * M * G + o_head
         if SPLITS == 1:
-            p_o = p_out + o_out[:, None] * H + o_h[None, :]
+            p_o = p_out + o_out[:, None] * H + o_v[None, :]
             tl.store(p_o, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_q[:, None])
         else:
             o_out += i_split.to(tl.int64) * num_queries * M * G
-            tl.store(p_partial + o_out[:, None] * H + o_h[None, :], b_acc, mask=m_q[:, None])
+            tl.store(p_partial + o_out[:, None] * H + o_v[None, :], b_acc, mask=m_q[:, None])
+            m_q = m_q & (part % VALUE_SPLITS == 0)
             tl.store(p_stats + 2 * o_out, b_max, mask=m_q)
             tl.store(p_stats + 2 * o_out + 1, b_sum, mask=m_q)
 
@@ -306,7 +335,7 @@ def _write_pages_kernel(
             b_time = tl.load(p_starts + b_segment, mask=m_rows, other=0) + rows - b_begin
             b_first = tl.load(p_segment_pages + b_segment, mask=m_rows, other=0)
             b_page = tl.load(p_page_table + b_first + b_time // PAGE, mask=m_rows, other=0).to(tl.int64)
-            b_k, b_v = _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, s_k, s_kh, s_v, s_vh)
+            b_k, b_v = _load_rows(p_k, p_v, rows, m_rows, i_m, o_h, o_h, s_k, s_kh, s_v, s_vh)
             p_to = p_pool + ((b_page * 2 * M + i_m) * PAGE + b_time % PAGE)[:, None] * H + o_h[None, :]
             tl.store(p_to, b_k, mask=m_rows[:, None])
             tl.store(p_to + M * PAGE * H, b_v, mask=m_rows[:, None])
@@ -413,6 +442,7 @@ def fork_attention_triton(
         PAGE=PAGE_SIZE,
         HAS_ROWS=has_rows,
         SPLITS=splits,
+        VALUE_SPLITS=table.value_splits,
         DEPTH=depth,
         PRECISION="ieee" if query_QNH.dtype == torch.float32 else "tf32",
         STAGES=table.stages,
