@@ -19,17 +19,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from flide.heads import OpenJevHead
 from flide.layers import ForkAttentionReader
-from flide.layers.merge import MergedLinear
 from flide.models.decision import ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.capacity import DEEP_SAVES, smallest_that_holds
@@ -205,10 +205,10 @@ def prompts_of(tree: TokenTree) -> list[list[int]]:
     return [[*tree.tokens, *rest] for child in tree.children for rest in prompts_of(child)]
 
 
-def random_scalar_head(model: ForDecision, *, std: float = 0.3) -> OpenJevHead:
-    """A scalar head whose scores differ by about 1 and more; final hidden states have a norm of sqrt(D)."""
+def random_scalar_head(model: ForDecision) -> OpenJevHead:
+    """A scalar head whose scores have a deviation of about 1: final hidden states have a norm of sqrt(D)."""
     head = OpenJevHead(model.lm_head.in_features).to(model.lm_head.weight.device)
-    nn.init.normal_(head.score.weight, std=std)
+    nn.init.normal_(head.score.weight, std=model.lm_head.in_features**-0.5)
     nn.init.zeros_(head.score.bias)
     return head.eval()
 
@@ -254,29 +254,52 @@ def _back_to_back(run: Callable[[], object], *, seconds: float = 0.5) -> float:
     return statistics.median(groups[1:])
 
 
-def products(model: ForDecision, rows: int, readouts: int) -> list[tuple[str, int]]:
-    """The matrix products of one forward pass: (module, rows that it is applied to), in order.
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product of a forward pass: rows times the first ``columns`` rows of a weight."""
+
+    weight: str
+    columns: int
+    rows: int
+
+
+class _Products(TorchFunctionMode):
+    """Records every ``F.linear``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: list[Product] = []
+        self._names = {id(x): name for name, x in itertools.chain(model.named_buffers(), model.named_parameters())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight = args[:2]
+            whole = weight if id(weight) in self._names else weight._base
+            self.found.append(Product(self._names[id(whole)], len(weight), len(x)))
+        return func(*args, **(kwargs or {}))
+
+
+def products(model: ForDecision, rows: int, readouts: int) -> list[Product]:
+    """The matrix products of one forward pass, in order.
 
     Where the last layers read what others wrote, rows are those that somebody reads: behind the last layer that writes
     keys and values, the readout rows. Else the last layer is counted whole. The readout is not counted at all.
     """
     cut = any(isinstance(module, ForkAttentionReader) for module in model.modules())
-    found: list[tuple[str, int]] = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fake = type(model).from_config(model.config)
         fake.merge_projections()
-        for name, module in fake.named_modules():
-            if isinstance(module, nn.Linear | MergedLinear):
-                module.register_forward_pre_hook(lambda _, inputs, name=name: found.append((name, len(inputs[0]))))
         meta = ForkMetadata.allocate(StreamCapacity(rows, 2, readouts))
-        fake(meta.tokens, meta, selective_readout=cut)
-    return found
+        with _Products(fake) as recorded:
+            fake(meta.tokens, meta, selective_readout=cut)
+    return recorded.found
 
 
 @torch.inference_mode()
 def products_ms(model: ForDecision, rows: int, readouts: int) -> float:
     """The model's matrix products alone, captured: what no engine gets under at this precision."""
-    weights = [(model.get_submodule(name).weight, count) for name, count in products(model, rows, readouts)]
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    weights = [(tensors[x.weight][: x.columns], x.rows) for x in products(model, rows, readouts)]
     like = model.lm_head.weight
     shapes = {(count, weight.shape[1]) for weight, count in weights}
     inputs = {shape: torch.randn(shape, device="cuda", dtype=like.dtype) for shape in shapes}

@@ -89,10 +89,11 @@ class TestProducts:
     def test_every_layer_is_whole_where_no_other_can_be_cut(self) -> None:
         model = Qwen35ForDecision.from_config(FIELDS["qwen"])
         found = products(model, 70, 3)
-        assert {rows for _, rows in found} == {70}
+        assert {product.rows for product in found} == {70}
         model.merge_projections()
-        weights = [model.get_submodule(name).weight for name, _ in found]
-        counted = sum(weight.numel() for weight in weights)
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        assert all(product.columns == len(tensors[product.weight]) for product in found)
+        counted = sum(tensors[product.weight].numel() for product in found)
         matrices = [x for name, x in model.model.named_parameters() if name.endswith("proj.weight")]
         matrices += [
             x for name, x in model.model.named_parameters() if "in_proj" in name and not name.endswith("proj.weight")
@@ -102,11 +103,17 @@ class TestProducts:
     @pytest.mark.parametrize("size", ["e2b", "e4b"])
     def test_behind_the_last_writer_only_readout_rows_count(self, size: str) -> None:
         model = Gemma4ForDecision.on_meta(config_of(size))
-        last = model.model.last_writer
-        for name, rows in products(model, 600, 4):
-            layer = int(name.split(".")[2]) if name.startswith("model.layers.") else -1
-            is_key_value = name.endswith(("k_proj", "v_proj"))
-            assert rows == (600 if layer < last or (layer == last and is_key_value) else 4), name
+        last, width = model.model.last_writer, model.model.per_layer_size
+        found = products(model, 600, 4)
+        for product in found:
+            parts = product.weight.split(".")
+            if parts[1] == "layers":
+                layer = int(parts[2])
+                is_key_value = product.weight.endswith(("k_proj.weight", "v_proj.weight"))
+                whole = layer < last or (layer == last and is_key_value)
+                assert product.rows == (600 if whole else 4), product
+        per_layer = [(x.columns, x.rows) for x in found if x.weight == "model.per_layer_model_projection.weight"]
+        assert per_layer == [(last * width, 600), ((len(model.model.layers) - last) * width, 4)]
 
 
 def _with_a_wrong_page(layout: TreeLayout) -> TreeLayout:

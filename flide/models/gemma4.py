@@ -313,31 +313,44 @@ class Gemma4Model(nn.Module):
         what the readout rows need."""
         metas = {kind: with_schedule(meta, **heads) for kind, heads in self.heads.items()}
         rotary = {SLIDING: self.rotary(meta.positions), FULL: self.global_rotary(meta.positions)}
+        rows = meta.readout_rows if selective_readout else None
         x = self.embed_tokens(tokens_T)
-        per_layer = self.per_layer_inputs(tokens_T, x)
+        per_layer = self.per_layer_inputs(tokens_T, x, rows)
         written: dict[str, KeyValue] = {}
         layers = list(zip(self.layer_types, self.layers, strict=True))
         for (kind, layer), per_layer_TE in zip(layers[: self.last_writer], per_layer, strict=False):
             x, written[kind] = layer(x, per_layer_TE, rotary[kind], metas[kind])
 
-        rows = meta.readout_rows if selective_readout else None
-        per_layer = [None if y_TE is None else select_rows(y_TE, rows) for y_TE in per_layer[self.last_writer :]]
         kind, layer = layers[self.last_writer]
-        x, written[kind] = layer(x, per_layer[0], rotary[kind], metas[kind], rows)
+        x, written[kind] = layer(x, per_layer[self.last_writer], rotary[kind], metas[kind], rows)
         rotary = {kind: tables.select(rows) for kind, tables in rotary.items()}
-        for (kind, layer), per_layer_QE in zip(layers[self.last_writer + 1 :], per_layer[1:], strict=True):
+        left = self.last_writer + 1
+        for (kind, layer), per_layer_QE in zip(layers[left:], per_layer[left:], strict=True):
             x, _ = layer(x, per_layer_QE, rotary[kind], metas[kind], rows, written[kind])
         normed_ND: Tensor = self.norm(x if selective_readout else select_rows(x, meta.readout_rows))
         return normed_ND
 
-    def per_layer_inputs(self, tokens_T: Tensor, x_TD: Tensor) -> Sequence[Tensor | None]:
-        """``[T, E]`` of every layer: an embedding of the token, and a projection of what the first layer is given."""
+    def per_layer_inputs(self, tokens_T: Tensor, x_TD: Tensor, rows: Tensor | None) -> Sequence[Tensor | None]:
+        """Of every layer, an embedding of the token and a projection of what the first layer is given: ``[T, E]`` of
+        layers before the last writer, then ``[Q, E]`` of ``rows``."""
         if not self.per_layer_size:
             return [None] * len(self.layers)
-        shape = -1, len(self.layers), self.per_layer_size
-        projected: Tensor = self.per_layer_model_projection(x_TD) * x_TD.shape[-1] ** -0.5
-        embedded: Tensor = self.embed_tokens_per_layer(tokens_T)
-        inputs_TLE: Tensor = (self.per_layer_projection_norm(projected.view(shape)) + embedded.view(shape)) * 2**-0.5
+        early, late = slice(self.last_writer), slice(self.last_writer, None)
+        selected = select_rows(tokens_T, rows), select_rows(x_TD, rows)
+        return [*self._per_layer_inputs(tokens_T, x_TD, early), *self._per_layer_inputs(*selected, late)]
+
+    def _per_layer_inputs(self, tokens_T: Tensor, x_TD: Tensor, layers: slice) -> Sequence[Tensor]:
+        """``[T, E]`` of some layers."""
+        columns = slice(*(None if i is None else i * self.per_layer_size for i in (layers.start, layers.stop)))
+        projection = self.per_layer_model_projection
+        if type(projection) is nn.Linear:
+            projected = F.linear(x_TD, projection.weight[columns])
+        else:  # an adapter has no weight of its own
+            projected = projection(x_TD)[:, columns]
+        embedded: Tensor = self.embed_tokens_per_layer(tokens_T)[:, columns]
+        shape = x_TD.shape[0], -1, self.per_layer_size
+        projected_TLE = (projected * x_TD.shape[-1] ** -0.5).reshape(shape)
+        inputs_TLE: Tensor = (self.per_layer_projection_norm(projected_TLE) + embedded.reshape(shape)) * 2**-0.5
         return inputs_TLE.unbind(1)
 
 

@@ -281,15 +281,15 @@ def _combine_kernel(
     o_out = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, H)
     o_part = tl.arange(0, SPLITS) * (num_queries * N).to(tl.int64) + o_out
+    # All loads at once: what nobody wrote is only dropped afterwards.
+    b_acc = tl.load(p_partial + o_part[:, None] * H + o_h[None, :])
+    b_max = tl.load(p_stats + 2 * o_part)
+    b_sum = tl.load(p_stats + 2 * o_part + 1)
     active = tl.load(p_query_rows + o_out // N) < tl.load(p_offsets + num_segments)
-    m_part = (o_part >= 0) & active
-    b_max = tl.load(p_stats + 2 * o_part, mask=m_part, other=float("-inf"))
-    b_sum = tl.load(p_stats + 2 * o_part + 1, mask=m_part, other=0.0)
     top = tl.max(b_max, axis=0)
-    b_weight = tl.where(m_part, tl.exp2(b_max - top), 0.0)
-    total = tl.where(active, tl.sum(b_sum * b_weight, axis=0), 1.0)
-    b_acc = tl.load(p_partial + o_part[:, None] * H + o_h[None, :], mask=m_part[:, None], other=0.0)
-    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / total
+    b_weight = tl.exp2(b_max - top)
+    b_out = tl.sum(b_acc * b_weight[:, None], axis=0) / tl.sum(b_sum * b_weight, axis=0)
+    b_out = tl.where(active, b_out, 0.0)
     tl.store(p_out + o_out * H + o_h, b_out.to(p_out.dtype.element_ty))
 
 
