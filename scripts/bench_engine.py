@@ -269,14 +269,21 @@ class _Products(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: list[Product] = []
-        self._names = {id(x): name for name, x in itertools.chain(model.named_buffers(), model.named_parameters())}
+        # By where they lie: parts of a merged weight have names of their own, a part of another one has that one's.
+        tensors = [(name, x) for name, x in itertools.chain(model.named_buffers(), model.named_parameters()) if x.ndim]
+        self._names = {_place(x): name for name, x in tensors}
+        self._whole = {x.untyped_storage()._cdata: name for name, x in sorted(tensors, key=lambda pair: len(pair[1]))}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             x, weight = args[:2]
-            whole = weight if id(weight) in self._names else weight._base
-            self.found.append(Product(self._names[id(whole)], len(weight), len(x)))
+            name = self._names.get(_place(weight)) or self._whole[weight.untyped_storage()._cdata]
+            self.found.append(Product(name, len(weight), len(x)))
         return func(*args, **(kwargs or {}))
+
+
+def _place(x: Tensor) -> tuple[int, int, int]:
+    return x.untyped_storage()._cdata, int(x.storage_offset()), len(x)
 
 
 def products(model: ForDecision, rows: int, readouts: int) -> list[Product]:
