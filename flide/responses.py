@@ -81,8 +81,9 @@ def _decision(body: Any, request: DecisionRequest) -> Decision:
         for question_id, question in request.questions.items()
     }
     extras = body.get("x_flide")
-    reused = _count(extras.get("reused_tokens", 0)) if isinstance(extras, dict) else 0  # other servers do not say
-    usage = Usage(_count(body["usage"]["input_tokens"]), _count(body["usage"]["output_tokens"]), reused)
+    extras = extras if isinstance(extras, dict) else {}  # other servers do not say
+    shared, reused = (_count(extras.get(name, 0)) for name in ("shared_tokens", "reused_tokens"))
+    usage = Usage(_count(body["usage"]["input_tokens"]), _count(body["usage"]["output_tokens"]), shared, reused)
     if not isinstance(body["model"], str):
         raise TypeError
     return Decision(body["model"], answers, usage)

@@ -64,7 +64,7 @@ ANSWER: dict[str, Any] = {
         "late": {"type": "noul", "noul": 0.5},
     },
     "usage": {"input_tokens": 9, "output_tokens": 3},
-    "x_flide": {"model_hash": "abc", "reused_tokens": 5},
+    "x_flide": {"model_hash": "abc", "shared_tokens": 5, "reused_tokens": 4},
 }
 EXPECTED = Decision(
     "tiny",
@@ -75,7 +75,7 @@ EXPECTED = Decision(
             1.0, {"0": "calm", "1": {"much": True}, "2": "furious"}, {"0": 0.0, "1": 1.0, "2": 0.0}, 1.0
         ),
     },
-    Usage(9, 3, reused_tokens=5),
+    Usage(9, 3, shared_tokens=5, reused_tokens=4),
 )
 
 Handler = Callable[[httpx.Request], httpx.Response]

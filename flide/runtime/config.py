@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,9 @@ class EngineConfig:
             formats with several prompts per question: others never need a third level.
         escape_control_tokens: keep users' text that looks like a control token text even where the model's own format
             does not (Open-Jev's, whose parity with its reference ends there). Other formats always do.
+        checkpoint_gb: memory (2**30 bytes, on the model's device) for checkpoints of states, from which later requests
+            whose states begin alike resume; taken at once. 0 keeps none.
+        checkpoint_host_gb: the same in page-locked host memory, for those that have no place on the device.
         fork: share a request's state between its questions. False is an ablation: every question runs alone.
         selective_readout: compute only the rows that are read in the last layer. False is an ablation.
     """
@@ -61,6 +65,8 @@ class EngineConfig:
     temperatures: Mapping[str, float] | None = None
     depth: int | None = None
     escape_control_tokens: bool = False
+    checkpoint_gb: float = 0.0
+    checkpoint_host_gb: float = 0.0
     fork: bool = True
     selective_readout: bool = True
 
@@ -76,6 +82,14 @@ class EngineConfig:
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.depth not in (None, 2, MAX_DEPTH):
             raise ValueError(f"depth must be 2 or {MAX_DEPTH} levels or None, got {self.depth!r}")
+        for name in ("checkpoint_gb", "checkpoint_host_gb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        if self.checkpoint_host_gb and not self.checkpoint_gb:
+            raise ValueError("checkpoint_host_gb needs checkpoint_gb: states resume from the device's memory")
+        if self.checkpoint_gb and not self.fork:
+            raise ValueError("checkpoints are kept of states that questions share: checkpoint_gb needs fork=True")
         if self.graphs not in GRAPH_MODES:
             raise ValueError(f"graphs must be one of {', '.join(GRAPH_MODES)}, got {self.graphs!r}")
         if self.graphs == "reduce-overhead" and self.compile is False:

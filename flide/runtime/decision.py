@@ -26,12 +26,16 @@ class Usage:
     Attributes:
         input_tokens: rows the model read: the shared state once, and each question.
         output_tokens: answers given, one to a question.
-        reused_tokens: rows it did not have to read, because prompts share them: what all isolated prompts of the
+        shared_tokens: rows it did not have to read, because prompts share them: what all isolated prompts of the
             request have together, less ``input_tokens``. Not on System One's wire; a server says it in ``x_flide``.
+        reused_tokens: those of ``input_tokens`` that were not computed for this request: its state, or the beginning
+            of it, came from a checkpoint, or from a request of the same round with the same state. 0 on a miss. As
+            ``shared_tokens`` on the wire.
     """
 
     input_tokens: int
     output_tokens: int
+    shared_tokens: int = 0
     reused_tokens: int = 0
 
     def to_dict(self) -> dict[str, int]:
@@ -191,6 +195,7 @@ def joined(parts: Sequence[Decision]) -> Decision:
     usage = Usage(
         input_tokens=sum(part.usage.input_tokens for part in parts),
         output_tokens=sum(part.usage.output_tokens for part in parts),
+        shared_tokens=sum(part.usage.shared_tokens for part in parts),
         reused_tokens=sum(part.usage.reused_tokens for part in parts),
     )
     return Decision(

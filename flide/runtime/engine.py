@@ -22,6 +22,7 @@ from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
+from flide.runtime.checkpoints.stats import CheckpointStats
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, joined
 from flide.runtime.format import DecisionFormat, make_format
@@ -244,6 +245,10 @@ class Engine:
     def round_tokens(self) -> int:
         """Rows of the largest round that requests share."""
         return self._round_tokens
+
+    def checkpoint_stats(self) -> CheckpointStats | None:
+        """Counts of the checkpoint store; None without one. From any thread."""
+        return None
 
     def observe(self, observer: RoundObserver) -> Callable[[], None]:
         """Have every round reported, on the engine's thread: an observer should be quick. What it raises is logged.

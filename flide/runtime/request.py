@@ -98,11 +98,18 @@ class DecisionRequest:
         state: what the questions are about: text, or a structured value (an object or an array).
         questions: id -> question. Ids name the answers and are never shown to the model.
         model: name of the model, as the server lists it.
+        cache_salt: requests with different salts share no checkpoint and no work, so that none can tell from its time
+            what another one asked; None is a salt of its own. Up to 256 characters. No answer depends on it.
+        checkpoint: where the engine, if it keeps checkpoints at all, saves the state for later requests: True at its
+            end and, of a list of messages, before the last one; an integer n also after the first n messages, or
+            characters of a text; False nowhere. Requests resume whatever they say here.
     """
 
     state: Value
     questions: Mapping[str, Question]
     model: str = "jev-latest"
+    cache_salt: str | None = None
+    checkpoint: bool | int = True
 
     def to_dict(self) -> dict[str, Any]:
         """The System One body; nested values are shared, not copied."""

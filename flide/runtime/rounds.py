@@ -37,7 +37,7 @@ class PreparedRequest:
     """A validated request and its token tree, laid out: what can be done here need not be done on the engine's thread.
 
     The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
-    ``reads`` says where each option's logit will be, ``reused`` how many rows forking saves, ``temperature`` what a
+    ``reads`` says where each option's logit will be, ``shared`` how many rows forking saves, ``temperature`` what a
     question's logits are divided by. All rows of a request run in one round, so that no softmax is ever split.
     """
 
@@ -47,7 +47,7 @@ class PreparedRequest:
     layout: TreeLayout
     needed: StreamCapacity
     reads: Reads
-    reused: int
+    shared: int
     temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type
 
     @classmethod
@@ -112,7 +112,7 @@ class PreparedRequest:
             question_id: answer_question(question, row[:count])
             for (question_id, question), row, count in zip(questions.items(), weights, self.num_options, strict=True)
         }
-        return Decision(model=model_name, answers=answers, usage=Usage(self.needed.tokens, len(answers), self.reused))
+        return Decision(model=model_name, answers=answers, usage=Usage(self.needed.tokens, len(answers), self.shared))
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
@@ -135,11 +135,11 @@ class LogitsRequest:
     layout: TreeLayout
     needed: StreamCapacity
     reads: Reads
-    reused: int
+    shared: int
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> LogitsRequest:
-        return cls(prepared.layout, prepared.needed, prepared.reads, prepared.reused)
+        return cls(prepared.layout, prepared.needed, prepared.reads, prepared.shared)
 
     def result(
         self, logits_NC: NDArray[np.float32], model_name: str, temperatures: Mapping[str, float]
@@ -157,13 +157,15 @@ class RoundReport:
     Attributes:
         requests: that shared it.
         trunk_tokens, branch_tokens: rows it computed (candidates are branches here).
-        reused_tokens: rows that forking saved.
+        shared_tokens: rows that forking saved.
+        reused_tokens: rows that checkpoints, and states that several of its requests have, saved.
         run: how it ran.
     """
 
     requests: int
     trunk_tokens: int
     branch_tokens: int
+    shared_tokens: int
     reused_tokens: int
     run: StreamRun
 
@@ -204,8 +206,8 @@ class PendingRound:
             return
         trunks = sum(request.layout.trunk_length for request in self._requests)
         tokens = sum(request.layout.num_tokens for request in self._requests)
-        reused = sum(request.reused for request in self._requests)
-        report = RoundReport(len(self._requests), trunks, tokens - trunks, reused, run)
+        shared = sum(request.shared for request in self._requests)
+        report = RoundReport(len(self._requests), trunks, tokens - trunks, shared, 0, run)
         for observer in tuple(self._observers):
             try:
                 observer(report)

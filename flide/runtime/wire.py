@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from flide.errors import RequestError
@@ -20,6 +21,7 @@ from flide.runtime.strict_json import MAX_DEPTH, NOT_UNICODE, TOO_DEEP, TOO_LONG
 MAX_VALUES = 1_000_000  # strings, numbers, objects, ... of one body
 MAX_OPTIONS = 255  # of a choice
 MAX_LEVELS = 10  # of a score
+MAX_SALT = 256  # characters
 MAX_ERRORS = 20  # reported at once
 
 _LOC_CHARS = 100
@@ -68,9 +70,21 @@ def parse_request(request: DecisionRequest | Mapping[str, Any]) -> DecisionReque
     for question_id, question in questions.items():
         if not isinstance(question, Question):
             problems.add(("questions", question_id), "Input should be a Choice, a Noul or a Score", "value_error")
+    check_cache_options(request.cache_salt, request.checkpoint, (), problems)
     problems.check()
     questions = {question_id: question.to_dict() for question_id, question in questions.items()}
-    return parse_body({"model": request.model, "state": request.state, "questions": questions})
+    parsed = parse_body({"model": request.model, "state": request.state, "questions": questions})
+    return replace(parsed, cache_salt=request.cache_salt, checkpoint=request.checkpoint)
+
+
+def check_cache_options(cache_salt: Any, checkpoint: Any, loc: tuple[str, ...], problems: _Problems) -> None:
+    """Check ``DecisionRequest.cache_salt`` and ``checkpoint``, whose place is ``loc``."""
+    if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT):
+        message = f"Input should be null or a string of 1 to {MAX_SALT} characters"
+        problems.add((*loc, "cache_salt"), message, "string_type")
+    if not isinstance(checkpoint, int) or not 0 <= checkpoint < 1 << 31:
+        message = "Input should be true, false or how many messages or characters of the state to keep"
+        problems.add((*loc, "checkpoint"), message, "int_type")
 
 
 def parse_body(body: Any) -> DecisionRequest:

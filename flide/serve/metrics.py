@@ -54,7 +54,8 @@ class Metrics:
         self._fill = histogram("flide_round_fill", "Share of a round that is no padding", FILL)
         tokens = Counter("flide_tokens", "Tokens computed: states once, then questions", ["part"], registry=registry)
         self._trunk, self._branch = tokens.labels("trunk"), tokens.labels("branch")
-        self._reused = Counter("flide_reused_tokens", "Tokens that sharing a state saved", registry=registry)
+        self._shared = Counter("flide_shared_tokens", "Tokens that sharing a state saved", registry=registry)
+        self._reused = Counter("flide_reused_tokens", "Tokens of states computed before", registry=registry)
         for name, text, read in (
             ("flide_waiting", "Requests that wait", waiting),
             ("flide_waiting_tokens", "Their tokens", waiting_tokens),
@@ -84,6 +85,7 @@ class Metrics:
         self._fill.observe(tokens / report.run.rows)
         self._trunk.inc(report.trunk_tokens)
         self._branch.inc(report.branch_tokens)
+        self._shared.inc(report.shared_tokens)
         self._reused.inc(report.reused_tokens)
 
     def text(self) -> bytes:

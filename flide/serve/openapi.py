@@ -250,7 +250,7 @@ def _decide(request: DecisionRequest, model: str) -> Decision:
     for question_id, question in request.questions.items():
         count = len(question.criteria or ()) if question.type != "noul" else 2
         answers[question_id] = answer_question(question, [2.0**-index for index in range(count)])
-    return Decision(model, answers, Usage(96, len(answers), reused_tokens=24 * (len(answers) - 1)))
+    return Decision(model, answers, Usage(96, len(answers), shared_tokens=24 * (len(answers) - 1)))
 
 
 def _answered(body: Any, model: str) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
         "Extras": _object(
             {
                 "model_hash": {"type": "string", "description": "Names all that decides an answer of this model."},
-                "reused_tokens": {**count, "description": "Not read, because questions share them."},
+                "shared_tokens": {**count, "description": "Not read, because questions share them."},
+                "reused_tokens": {**count, "description": "Of the input, not computed: an earlier request had them."},
             }
         ),
         "NoulAnswer": _object({"type": {"const": "noul"}, "noul": probability}),

@@ -60,7 +60,7 @@ def test_rows_of_requests(tok: PromptTokenizer, name: str) -> None:
     format = make_format("open-jev", tok)
     assert rows(format.encode(request)) == ROWS[name]
     prepared = PreparedRequest.encode(request, format, OpenJevHead(8))
-    assert (prepared.needed.tokens, prepared.reused) == (ROWS[name][0], ROWS[name][2] - ROWS[name][0])
+    assert (prepared.needed.tokens, prepared.shared) == (ROWS[name][0], ROWS[name][2] - ROWS[name][0])
     assert prepared.layout.depth == (3 if ROWS[name][0] < ROWS[name][1] else 2)
 
 

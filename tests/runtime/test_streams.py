@@ -58,7 +58,7 @@ def test_ablations_change_no_answer(engine: Engine, option: dict[str, Any]) -> N
     decisions = assert_same_answers(EngineConfig(device="cpu", **option), expected)
     for got, want in zip(decisions, expected, strict=True):
         assert got.usage.output_tokens == want.usage.output_tokens
-        assert got.usage.input_tokens + got.usage.reused_tokens == want.usage.input_tokens + want.usage.reused_tokens
+        assert got.usage.input_tokens + got.usage.shared_tokens == want.usage.input_tokens + want.usage.shared_tokens
         more = got.usage.input_tokens > want.usage.input_tokens
         assert more == (option == {"fork": False} and len(want) > 1)
 
@@ -115,7 +115,7 @@ def test_rounds_are_reported_until_nobody_asks(caplog: pytest.LogCaptureFixture)
     usages = [decision.usage for decision in decisions]
     assert sum(report.requests for report in reports) == len(REQUESTS)
     assert sum(r.trunk_tokens + r.branch_tokens for r in reports) == sum(usage.input_tokens for usage in usages)
-    assert sum(r.reused_tokens for r in reports) == sum(usage.reused_tokens for usage in usages)
+    assert sum(r.shared_tokens for r in reports) == sum(usage.shared_tokens for usage in usages)
     for report in reports:
         assert (report.run.rows, report.run.captured) == (report.trunk_tokens + report.branch_tokens, False)
         assert report.run.seconds > 0

@@ -38,11 +38,12 @@ def test_an_answer_is_the_engines(client: httpx.Client, engine: Engine) -> None:
     response = post(client, BODY)
     assert response.status_code == 200
     (decision,) = engine.decide([BODY])
-    extras = {"model_hash": engine.model_hash, "reused_tokens": decision.usage.reused_tokens}
+    shared = decision.usage.shared_tokens
+    extras = {"model_hash": engine.model_hash, "shared_tokens": shared, "reused_tokens": 0}
     assert response.json() == {**decision.to_dict(), "model": engine.model_name, "x_flide": extras}
     alone = [engine.decide([body(questions={name: q})])[0].usage for name, q in BODY["questions"].items()]
-    assert decision.usage.reused_tokens == sum(u.input_tokens for u in alone) - decision.usage.input_tokens > 0
-    assert all(usage.reused_tokens == 0 for usage in alone)
+    assert shared == sum(u.input_tokens for u in alone) - decision.usage.input_tokens > 0
+    assert all(usage.shared_tokens == 0 for usage in alone)
     assert set(response.headers["server-timing"].replace(",", "").split()) > set()
     assert [part.split(";")[0].strip() for part in response.headers["server-timing"].split(",")] == [
         "read",
@@ -217,8 +218,9 @@ def test_metrics_of_rounds_are_those_of_their_requests(engine: Engine) -> None:
     tokens = sum(answer["usage"]["input_tokens"] for answer in answers)
     trunk, branch = (changes[f'flide_tokens_total{{part="{part}"}}'] for part in ("trunk", "branch"))
     assert trunk + branch == tokens
-    assert changes["flide_reused_tokens_total"] == sum(answer["x_flide"]["reused_tokens"] for answer in answers)
-    assert changes["flide_reused_tokens_total"] == trunk * (len(BODY["questions"]) - 1)  # all fork from the trunk
+    assert changes["flide_shared_tokens_total"] == sum(answer["x_flide"]["shared_tokens"] for answer in answers)
+    assert changes["flide_reused_tokens_total"] == 0
+    assert changes["flide_shared_tokens_total"] == trunk * (len(BODY["questions"]) - 1)  # all fork from the trunk
     assert changes['flide_rounds_total{graph="none"}'] == 3  # on a CPU
     assert changes['flide_rounds_total{graph="replayed"}'] == 0
     assert changes["flide_round_requests_sum"] == 3

@@ -1,0 +1,1 @@
+"""Checkpoints of states, from which later requests resume."""
