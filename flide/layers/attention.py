@@ -143,9 +143,15 @@ class ForkAttention(nn.Module):
         query_QNH = _norm_and_rotate(self.q_norm, query_QNH, None if rotary is None else rotary.select(query_rows))
         return fork_attend(query_QNH, key_value, meta, query_rows, scale=self.scale, window=self.window)
 
-    def allocate_pools(self, *, pages: int) -> None:
-        """Give the layer a KV pool of ``pages`` pages, in the dtype and on the device of its weights."""
-        self.kv_pool = self.k_proj.weight.new_zeros(pages, 2, self.num_kv_heads, PAGE_SIZE, self.head_dim)
+    def allocate_pools(self, *, pages: int, kv_pool: Tensor | None = None) -> None:
+        """Give the layer a KV pool of ``pages`` pages, in the dtype and on the device of its weights: ``kv_pool``, or
+        one of its own."""
+        shape = self.kv_pool_shape(pages)
+        self.kv_pool = self.k_proj.weight.new_zeros(shape) if kv_pool is None else kv_pool
+        assert self.kv_pool.shape == shape
+
+    def kv_pool_shape(self, pages: int) -> tuple[int, ...]:
+        return pages, 2, self.num_kv_heads, PAGE_SIZE, self.head_dim
 
 
 class GatedForkAttention(ForkAttention):

@@ -184,16 +184,30 @@ class ForkGatedDeltaNet(KeepFloat32):
         """One product for qkv, z, b and a; see ``flide.layers.merge``."""
         self.merged = merge(*self.projections())
 
-    def allocate_pools(self, *, slots: int, parents: int, scratch: Tensor | None = None) -> None:
-        """Give the layer pools of ``slots`` checkpoints and scratch for ``parents`` segments with children, on the
-        device of its weights. ``scratch`` of that shape from another layer is shared."""
-        channels, width = self.conv_weight().shape
-        shape = (self.num_value_heads, self.key_dim, self.value_dim)
-        self.state_pool = self.A_log.new_zeros((slots, *shape), dtype=torch.float32)
-        self.conv_pool = self.conv_weight().new_zeros(slots, width - 1, channels)
+    def allocate_pools(
+        self,
+        *,
+        slots: int,
+        parents: int,
+        scratch: Tensor | None = None,
+        state_pool: Tensor | None = None,
+        conv_pool: Tensor | None = None,
+    ) -> None:
+        """Give the layer pools of ``slots`` checkpoints, and scratch for ``parents`` segments with children, on the
+        device of its weights: those given, or its own. ``scratch`` of that shape from another layer is shared."""
+        states, windows = self.pool_shapes(slots)
+        shape = states[1:]
+        self.state_pool = self.A_log.new_zeros(states, dtype=torch.float32) if state_pool is None else state_pool
+        self.conv_pool = self.conv_weight().new_zeros(windows) if conv_pool is None else conv_pool
+        assert (self.state_pool.shape, self.conv_pool.shape) == (states, windows)
         if scratch is None or scratch.shape != (parents, *shape):
             scratch = self.A_log.new_zeros((parents, *shape), dtype=torch.float32)
         self.scratch = scratch
+
+    def pool_shapes(self, slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of ``state_pool`` and ``conv_pool``."""
+        channels, width = self.conv_weight().shape
+        return (slots, self.num_value_heads, self.key_dim, self.value_dim), (slots, width - 1, channels)
 
     def reset_parameters(self) -> None:
         """Decay rates uniform in (0, 16), as the published models were initialised."""

@@ -22,18 +22,22 @@ LARGE = 1024
 # Requests of one round: each has a trunk, whose last page may be broken and whose final state takes a scratch slot.
 MAX_REQUESTS = 256
 
+# Entries of a page table for what the trunks of one round resume from: 262,144 tokens, 16 KB of each round's copy.
+MIN_CACHED_PAGES = 4096
+
 # A third level costs one more pass per recurrent layer. On a device with graphs it has to save so many rows, and has
 # graphs from so many rows on.
 DEEP_SAVES = 64
 SMALLEST_DEEP = 256
 
 
-def capacity_ladder(max_tokens: int, *, depth: int = 2) -> tuple[StreamCapacity, ...]:
+def capacity_ladder(max_tokens: int, *, depth: int = 2, cached_pages: int = 0) -> tuple[StreamCapacity, ...]:
     """Capacities up to ``max_tokens`` rows, smallest first: rising sizes, each with one or two row classes.
 
     Args:
         max_tokens: rows of the largest one.
         depth: 3 adds capacities of three levels to those of two.
+        cached_pages: entries of the page table for what trunks resume from, beside those of their own rows.
 
     Raises:
         ValueError: ``max_tokens`` is not a multiple of 32 of at least 64 rows.
@@ -45,12 +49,20 @@ def capacity_ladder(max_tokens: int, *, depth: int = 2) -> tuple[StreamCapacity,
         align = ALIGN if sizes[-1] < 2 * LARGE else 2 * ALIGN
         sizes.append(min(max_tokens, max(sizes[-1] + align, int(sizes[-1] * STEP) // align * align)))
     return tuple(
-        StreamCapacity(tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS), depth=levels)
+        StreamCapacity(
+            tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS) + cached_pages, depth=levels
+        )
         for tokens in sizes
         for rows in _row_classes(tokens)
         for levels in range(2, depth + 1)
         if levels == 2 or (tokens >= min(SMALLEST_DEEP, max_tokens) and rows > FEW)
     )
+
+
+def own_pages(max_tokens: int, max_prompt_tokens: int) -> int:
+    """KV pages that a round with resumed trunks may need for itself: of each trunk the first and the last one may be
+    broken."""
+    return max(max_tokens // PAGE_SIZE + 2 * MAX_REQUESTS, -(-max_prompt_tokens // PAGE_SIZE) + 1)
 
 
 def _row_classes(tokens: int) -> list[int]:
@@ -69,14 +81,19 @@ def smallest_that_holds(capacities: Sequence[StreamCapacity], needed: StreamCapa
     return next((capacity for capacity in capacities[start:] if capacity.holds(needed)), None)
 
 
-def needed_by(tree: TokenTree | TreeLayout) -> StreamCapacity:
-    """What one request needs; the requests of a round add up."""
+def needed_by(tree: TokenTree | TreeLayout, *, cached: int = 0) -> StreamCapacity:
+    """What one request needs; the requests of a round add up.
+
+    Args:
+        tree: of what is computed.
+        cached: tokens before its trunk, which a checkpoint covers.
+    """
     layout = tree if isinstance(tree, TreeLayout) else TreeLayout.of(tree)
     return StreamCapacity(
         tokens=max(1, layout.num_tokens),
         segments=layout.num_nodes,
         readouts=max(1, layout.num_reads),
-        pages=-(-layout.trunk_length // PAGE_SIZE),
+        pages=-(-(cached + layout.trunk_length) // PAGE_SIZE),
         depth=max(2, layout.depth),
     )
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.decision import ForDecision
@@ -30,7 +27,7 @@ from flide.runtime.memory import affordable_prompt_tokens, affordable_request_to
 from flide.runtime.model_hash import model_hash
 from flide.runtime.reader import RequestReader
 from flide.runtime.request import DecisionRequest
-from flide.runtime.rounds import LogitsRequest, PreparedRequest, RoundObserver, RoundRunner, Runnable
+from flide.runtime.rounds import LogitsRequest, OptionLogits, PreparedRequest, RoundObserver, RoundRunner, Runnable
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.wire import as_list, parse_request
 from flide.runtime.worker import Job, Worker
@@ -88,6 +85,7 @@ class Engine:
             config=replace(self.config, depth=2) if self.format.single_prompt else self.config,
             max_prompt_tokens=limit,
             model_name=self.model_name,
+            namespace=f"{self.model_hash}/{style}",
         )
         self._round_tokens = runner.limit.tokens
         self._observers = runner.observers
@@ -105,7 +103,9 @@ class Engine:
             model_name=self.model_name,
             temperatures=self.config.temperatures or {},
             model_hash=self.model_hash,
+            checkpoints=runner.store is not None,
         )
+        self._store = runner.store
 
     @classmethod
     def from_pretrained(
@@ -226,7 +226,7 @@ class Engine:
     def submit(self, prepared: PreparedRequest) -> Future[Decision]: ...
 
     @overload
-    def submit(self, prepared: LogitsRequest) -> Future[NDArray[np.float64]]: ...
+    def submit(self, prepared: LogitsRequest) -> Future[OptionLogits]: ...
 
     def submit(self, prepared: Runnable) -> Future[Any]:
         """Queue a prepared request and return; cancelling the future drops it unless its round has begun.
@@ -248,7 +248,7 @@ class Engine:
 
     def checkpoint_stats(self) -> CheckpointStats | None:
         """Counts of the checkpoint store; None without one. From any thread."""
-        return None
+        return None if self._store is None else self._store.stats()
 
     def observe(self, observer: RoundObserver) -> Callable[[], None]:
         """Have every round reported, on the engine's thread: an observer should be quick. What it raises is logged.

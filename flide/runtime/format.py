@@ -44,6 +44,7 @@ class EncodedRequest:
         num_prompts: how many prompts each question has: one, or with candidates one for each.
         rows: rows that are read in each prompt, ascending, counted from its end (-1 is the last); None for the last
             row of each.
+        text: what every prompt's message begins with.
     """
 
     shared: list[int]
@@ -51,6 +52,7 @@ class EncodedRequest:
     num_options: list[int]
     num_prompts: list[int]
     rows: list[tuple[int, ...]] | None = None
+    text: str = ""
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -172,7 +174,7 @@ class DecisionFormat(ABC):
             rows = [
                 tuple(self.rows(request.questions[owner], tail)) for owner, tail in zip(owners, tail_ids, strict=True)
             ]
-        return EncodedRequest(shared_ids, tail_ids, num_options, num_prompts, rows)
+        return EncodedRequest(shared_ids, tail_ids, num_options, num_prompts, rows, shared)
 
     def label_ids(self, count: int) -> list[int]:
         """Token ids of the first ``count`` labels: the output rows that a question of so many options needs.

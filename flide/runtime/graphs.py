@@ -23,8 +23,25 @@ from torch import Tensor
 
 from flide.heads import Head
 from flide.models.decision import ForDecision
-from flide.runtime.capacity import MAX_REQUESTS, capacity_ladder, padded, smallest_that_holds
-from flide.runtime.metadata import PAGE_SIZE, ForkMetadata, HostArena, StreamCapacity, arena_size, fresh_caches
+from flide.runtime.capacity import (
+    MAX_REQUESTS,
+    MIN_CACHED_PAGES,
+    capacity_ladder,
+    own_pages,
+    padded,
+    smallest_that_holds,
+)
+from flide.runtime.checkpoints.budget import Budgets
+from flide.runtime.checkpoints.pools import CheckpointPools, Pairs
+from flide.runtime.metadata import (
+    PAGE_SIZE,
+    ForkMetadata,
+    HostArena,
+    StreamCapacity,
+    TrunkCache,
+    arena_size,
+    fresh_caches,
+)
 from flide.runtime.streams import PendingLogits, StartReport, Step, StreamRun, compile_step, decision_step
 from flide.runtime.tree import TreeLayout
 
@@ -98,9 +115,12 @@ class CudaStreams:
         selective_readout: see ``ForDecision.forward``.
         depth: levels of the trees there will be: 2, or 3, which takes another compilation and graphs of its own. Rounds
             of two levels run in those of two.
+        budgets: of checkpoints, whose pools are then beside those of the rounds; None keeps none.
 
     Attributes:
         limit: what rounds of several requests must keep within.
+        own_pages: KV pages that belong to no checkpoint; the first ones.
+        pools: of checkpoints, or None.
         report: what :meth:`start` took.
     """
 
@@ -115,13 +135,15 @@ class CudaStreams:
         graphs: GraphMode,
         selective_readout: bool = True,
         depth: int = 2,
+        budgets: Budgets | None = None,
     ) -> None:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
         if model.pools_owner is not None and model.pools_owner() is not None:
             raise ValueError("the model belongs to another engine, whose graphs write to its pools")
         model.pools_owner = weakref.ref(self)
-        self.capacities = capacity_ladder(max_tokens, depth=depth)
+        cached_pages = 0 if budgets is None else max(MIN_CACHED_PAGES, -(-max_prompt_tokens // PAGE_SIZE))
+        self.capacities = capacity_ladder(max_tokens, depth=depth, cached_pages=cached_pages)
         self.limit = self.capacities[-1]
         self.report = StartReport()
         self._mode = graphs
@@ -133,9 +155,14 @@ class CudaStreams:
         self._uncaptured = compile_step(step) if graphs == "reduce-overhead" else self._step
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs: dict[StreamCapacity, _Graph] = {}
-        self._pages = pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
         before = torch.cuda.memory_allocated(self._device)
-        model.allocate_pools(pages=pages, parents=MAX_REQUESTS)
+        if budgets is None:
+            self.pools = None
+            self.own_pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
+            model.allocate_pools(pages=self.own_pages, parents=MAX_REQUESTS)
+        else:
+            self.own_pages = own_pages(max_tokens, max_prompt_tokens)
+            self.pools = CheckpointPools.within(budgets, model, own_pages=self.own_pages, parents=MAX_REQUESTS)
         self._pool_bytes = torch.cuda.memory_allocated(self._device) - before
         size, columns = arena_size(self.limit), head.num_columns
         with torch.inference_mode():  # as everything that is run later: another kind of tensor is another compilation
@@ -188,12 +215,20 @@ class CudaStreams:
         )
         logger.info("ready: %s", self.report)
 
-    def submit(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
+    def submit(
+        self,
+        layouts: Sequence[TreeLayout],
+        needed: StreamCapacity,
+        caches: Sequence[TrunkCache] | None = None,
+        copies: Pairs = (),
+    ) -> PendingLogits:
         """Start one stream and return.
 
         Args:
             layouts: its requests.
             needed: what they need together.
+            caches: one for each; None for trunks that neither resume nor save.
+            copies: (from, to) of KV pages to copy first.
 
         Raises:
             ValueError: more trunks, or branches with leaves, than there is scratch for; longer trunks than there are
@@ -202,22 +237,30 @@ class CudaStreams:
         parents = len(layouts) if needed.depth == 2 else sum(layout.num_parents for layout in layouts)
         if parents > MAX_REQUESTS:
             raise ValueError(f"a round has at most {MAX_REQUESTS} trunks and branches with children, got {parents}")
-        if needed.pages > self._pages:
-            raise ValueError(f"a round of {needed.pages} KV pages, and there are {self._pages}")
+        if caches is None:
+            if needed.pages > self.own_pages:
+                raise ValueError(f"a round of {needed.pages} KV pages, and there are {self.own_pages}")
+            caches = fresh_caches(layouts)
+        if self.pools is not None:
+            self.pools.copy_pages(copies)
         capacity = smallest_that_holds(self.capacities, needed)
         graph = self._graphs.get(capacity) if capacity is not None else None
-        return self._run_uncaptured(layouts, needed) if graph is None else self._replay(graph, layouts, needed)
+        if graph is None:
+            return self._run_uncaptured(layouts, needed, caches)
+        return self._replay(graph, layouts, needed, caches)
 
     def graph(self, capacity: StreamCapacity) -> torch.cuda.CUDAGraph | None:
         """The graph of one capacity, for timing; None if it has none of ours."""
         return self._graphs[capacity].graph if capacity in self._graphs else None
 
     @torch.inference_mode()
-    def _replay(self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
+    def _replay(
+        self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity, caches: Sequence[TrunkCache]
+    ) -> PendingLogits:
         buffers = self._buffers.pop()
         try:
             host, packed = buffers.views(graph.meta.capacity)
-            host.pack(layouts, fresh_caches(layouts))
+            host.pack(layouts, caches)
             buffers.began.record()
             graph.meta.arena.copy_(packed, non_blocking=True)
             if graph.graph is None:
@@ -238,8 +281,10 @@ class CudaStreams:
         return _PendingOnDevice(self, buffers, rows, rows=graph.meta.capacity.tokens, captured=True)
 
     @torch.inference_mode()
-    def _run_uncaptured(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
-        host = ForkMetadata.pack(layouts, capacity=padded(needed), caches=fresh_caches(layouts), pin_memory=True)
+    def _run_uncaptured(
+        self, layouts: Sequence[TreeLayout], needed: StreamCapacity, caches: Sequence[TrunkCache]
+    ) -> PendingLogits:
+        host = ForkMetadata.pack(layouts, capacity=padded(needed), caches=caches, pin_memory=True)
         began = _timing_event()
         began.record()
         meta = host.to(self._device, non_blocking=True)

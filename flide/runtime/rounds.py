@@ -6,7 +6,7 @@ Shapes: N readout rows, C columns of the head, Q questions, O most options of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from flide.errors import ModelOutputError
 from flide.heads import Head, OptionHead
 from flide.models.decision import ForDecision
-from flide.runtime.capacity import DEEP_SAVES, MAX_REQUESTS, needed_by
+from flide.runtime.capacity import DEEP_SAVES, MAX_REQUESTS, needed_by, own_pages
+from flide.runtime.checkpoints.budget import Budgets, trunk_cost
+from flide.runtime.checkpoints.positions import Reuse
+from flide.runtime.checkpoints.resume import ResumedRound, resume
+from flide.runtime.checkpoints.store import CheckpointStore
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
+from flide.runtime.plan import RoundPlan
 from flide.runtime.planner import plan_tree
 from flide.runtime.reads import OptionReads, Reads
 from flide.runtime.request import DecisionRequest, Question
@@ -38,7 +43,8 @@ class PreparedRequest:
 
     The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
     ``reads`` says where each option's logit will be, ``shared`` how many rows forking saves, ``temperature`` what a
-    question's logits are divided by. All rows of a request run in one round, so that no softmax is ever split.
+    question's logits are divided by, ``reuse`` what of it is worth keeping for later requests. All rows of a request
+    run in one round, so that no softmax is ever split.
     """
 
     request: DecisionRequest
@@ -49,10 +55,18 @@ class PreparedRequest:
     reads: Reads
     shared: int
     temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type
+    reuse: Reuse = Reuse()
 
     @classmethod
     def encode(
-        cls, request: DecisionRequest, format: DecisionFormat, head: Head, *, depth: int = MAX_DEPTH, least: int = 1
+        cls,
+        request: DecisionRequest,
+        format: DecisionFormat,
+        head: Head,
+        *,
+        depth: int = MAX_DEPTH,
+        least: int = 1,
+        checkpoints: bool = False,
     ) -> PreparedRequest:
         """Prepare a parsed request for a head.
 
@@ -62,13 +76,15 @@ class PreparedRequest:
             head: what will read the options.
             depth: levels of the tree, at most: with 3, candidates share their question.
             least: rows that a third level has to save.
+            checkpoints: find out where later requests may want to resume.
 
         Raises:
             RequestError: the head has no column for an option, or see :meth:`DecisionFormat.encode`.
         """
         encoded = format.encode(request)
         prepared = cls.from_encoded(request, encoded, format.reads(request, head, encoded), depth=depth, least=least)
-        return replace(prepared, temperature=format.temperature)
+        reuse = Reuse.of(request, encoded, format) if checkpoints else Reuse()
+        return replace(prepared, temperature=format.temperature, reuse=reuse)
 
     @classmethod
     def from_encoded(
@@ -93,17 +109,11 @@ class PreparedRequest:
         return cls(request, tree, num_options, layout, needed_by(layout), reads, layout.num_shared_tokens)
 
     def result(
-        self, logits_NC: NDArray[np.float32], model_name: str, temperatures: Mapping[str, float]
+        self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]
     ) -> Decision | ModelOutputError:
-        """What the request's rows of the head's output say. ``[num_rows, C]``"""
-        return self.decision(self.reads.gather(logits_NC), model_name, temperatures)
-
-    def decision(
-        self, logits_QO: NDArray[np.float64], model_name: str, temperatures: Mapping[str, float]
-    ) -> Decision | ModelOutputError:
-        """The decision that the logits of the options make, ``[Q, O]``; unused places are -inf."""
-        questions, is_option_QO = self.request.questions, self.reads.is_option_QO
-        if not np.isfinite(logits_QO, where=is_option_QO, out=np.ones_like(is_option_QO)).all():
+        """The decision that the logits of the options make."""
+        questions, logits_QO = self.request.questions, logits.values_QO
+        if not logits.are_finite(self.reads):
             return ModelOutputError("the model produced logits that are not finite")
         divisors_Q1 = np.array([[self.temperature(question, temperatures)] for question in questions.values()])
         logits_QO = logits_QO / divisors_Q1
@@ -112,7 +122,8 @@ class PreparedRequest:
             question_id: answer_question(question, row[:count])
             for (question_id, question), row, count in zip(questions.items(), weights, self.num_options, strict=True)
         }
-        return Decision(model=model_name, answers=answers, usage=Usage(self.needed.tokens, len(answers), self.shared))
+        usage = Usage(self.needed.tokens, len(answers), self.shared, logits.reused_tokens)
+        return Decision(model=model_name, answers=answers, usage=usage)
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
@@ -125,26 +136,42 @@ class PreparedRequest:
         return parts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OptionLogits:
+    """What a round says of one request.
+
+    Attributes:
+        values_QO: ``[Q, O]`` float64 logits of the options; unused places are -inf.
+        reused_tokens: of the request, that were not computed for it.
+    """
+
+    values_QO: NDArray[np.float64]
+    reused_tokens: int = 0
+
+    def are_finite(self, reads: Reads) -> bool:
+        is_option_QO = reads.is_option_QO
+        return bool(np.isfinite(self.values_QO, where=is_option_QO, out=np.ones_like(is_option_QO)).all())
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsRequest:
-    """All of a prepared request that the model needs: its result is the logits of its options, ``[Q, O]`` float64.
+    """All of a prepared request that the model needs: its result is the logits of its options.
 
-    For a process without the request, which sends them back to one that has it (:meth:`PreparedRequest.decision`).
+    For a process without the request, which sends them back to one that has it (:meth:`PreparedRequest.result`).
     """
 
     layout: TreeLayout
     needed: StreamCapacity
     reads: Reads
     shared: int
+    reuse: Reuse = Reuse()
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> LogitsRequest:
-        return cls(prepared.layout, prepared.needed, prepared.reads, prepared.shared)
+        return cls(prepared.layout, prepared.needed, prepared.reads, prepared.shared, prepared.reuse)
 
-    def result(
-        self, logits_NC: NDArray[np.float32], model_name: str, temperatures: Mapping[str, float]
-    ) -> NDArray[np.float64]:
-        return self.reads.gather(logits_NC)
+    def result(self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]) -> OptionLogits:
+        return logits
 
 
 Runnable: TypeAlias = PreparedRequest | LogitsRequest
@@ -174,41 +201,71 @@ RoundObserver = Callable[[RoundReport], None]
 
 
 class PendingRound:
-    """A round that has been started."""
+    """A round that has been started.
+
+    Args:
+        requests: its requests.
+        logits: of their rows, tree by tree.
+        resumed: how they became trees, where there are checkpoints; otherwise each is one.
+        runner: that started it.
+    """
 
     def __init__(
         self,
         requests: Sequence[Runnable],
         logits: PendingLogits,
         *,
-        model_name: str,
-        temperatures: Mapping[str, float],
-        observers: Sequence[RoundObserver] = (),
+        runner: RoundRunner,
+        resumed: ResumedRound | None = None,
     ) -> None:
         self._requests, self._logits = requests, logits
-        self._model_name, self._temperatures = model_name, temperatures
-        self._observers = observers
+        self._runner, self._resumed = runner, resumed
 
     def results(self) -> list[Any]:
         """Wait for what becomes of every request (:class:`Runnable`), in order. To be called once."""
-        logits_NC, run = self._logits.result()
-        self._report(run)
-        results: list[Any] = []
-        row = 0
-        for request in self._requests:
-            count = request.reads.num_rows
-            results.append(request.result(logits_NC[row : row + count], self._model_name, self._temperatures))
-            row += count
-        return results
+        resumed = self._resumed
+        if resumed is None:
+            logits_NC, run = self._logits.result()
+            self._report(run, [request.layout for request in self._requests], 0)
+            return [self._runner.result(request, logits) for request, logits in self._by_request(logits_NC)]
+        good = [False] * len(resumed.groups)
+        try:
+            logits_NC, run = self._logits.result()
+            order = [index for group in resumed.groups for index in group]
+            found = dict(zip(order, self._by_request(logits_NC, order, resumed.reused), strict=True))
+            stale = {i for number, group in enumerate(resumed.groups) if resumed.stored.is_stale(number) for i in group}
+            for number, group in enumerate(resumed.groups):
+                finite = all(logits.are_finite(request.reads) for request, logits in map(found.__getitem__, group))
+                good[number] = finite and stale.isdisjoint(group)
+        finally:
+            resumed.stored.finish(good)
+        self._report(run, resumed.layouts, sum(resumed.reused))
+        return [
+            self._runner.again(request) if index in stale else self._runner.result(*found[index])
+            for index, request in enumerate(self._requests)
+        ]
 
-    def _report(self, run: StreamRun) -> None:
-        if not self._observers:
+    def _by_request(
+        self, logits_NC: NDArray[np.float32], order: Sequence[int] | None = None, reused: Sequence[int] | None = None
+    ) -> Iterator[tuple[Runnable, OptionLogits]]:
+        """The requests in the order of their rows, and their logits."""
+        row = 0
+        for index in range(len(self._requests)) if order is None else order:
+            request = self._requests[index]
+            count = request.reads.num_rows
+            values_QO = request.reads.gather(logits_NC[row : row + count])
+            yield request, OptionLogits(values_QO, 0 if reused is None else reused[index])
+            row += count
+
+    def _report(self, run: StreamRun, layouts: Sequence[TreeLayout], reused: int) -> None:
+        observers = self._runner.observers
+        if not observers:
             return
-        trunks = sum(request.layout.trunk_length for request in self._requests)
-        tokens = sum(request.layout.num_tokens for request in self._requests)
+        trunks = sum(layout.trunk_length for layout in layouts)
+        tokens = sum(layout.num_tokens for layout in layouts)
         shared = sum(request.shared for request in self._requests)
-        report = RoundReport(len(self._requests), trunks, tokens - trunks, shared, 0, run)
-        for observer in tuple(self._observers):
+        report = RoundReport(len(self._requests), trunks, tokens - trunks, shared, reused, run)
+        for observer in tuple(observers):
             try:
                 observer(report)
             except Exception:
@@ -224,6 +281,7 @@ class RoundRunner:
         config: the engine's options.
         max_prompt_tokens: longest prompt there will be.
         model_name: name in the results.
+        namespace: what decides, besides tokens, what a checkpoint holds.
 
     Attributes:
         limit: what the requests of one round must keep within, unless there is only one; its depth is that of trees.
@@ -231,6 +289,7 @@ class RoundRunner:
         max_requests: how many there may be.
         head: what reads the options.
         observers: who is told of every round.
+        store: of checkpoints, or None.
         starts_ahead: whether a round can be started while another one runs (two at most).
     """
 
@@ -242,6 +301,7 @@ class RoundRunner:
         config: EngineConfig,
         max_prompt_tokens: int,
         model_name: str,
+        namespace: str = "",
     ) -> None:
         self._model_name, self._temperatures = model_name, dict(config.temperatures or {})
         self.observers: list[RoundObserver] = []
@@ -252,6 +312,7 @@ class RoundRunner:
         else:
             self.head = model.head
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
+        budgets = Budgets.of(model, device_gb=config.checkpoint_gb, host_gb=config.checkpoint_host_gb)
         if device.type == "cuda":
             from flide.runtime.graphs import CudaStreams
 
@@ -266,12 +327,26 @@ class RoundRunner:
                 graphs=config.resolve_graphs(device),
                 selective_readout=config.selective_readout,
                 depth=config.depth or 2,
+                budgets=budgets,
             )
             self.limit = self.streams.limit
         else:
             config.resolve_graphs(device)
-            self.streams = Streams(model, self.head, compile=compile, selective_readout=config.selective_readout)
+            self.streams = Streams(
+                model,
+                self.head,
+                compile=compile,
+                selective_readout=config.selective_readout,
+                own_pages=own_pages(max_tokens, max_prompt_tokens),
+                budgets=budgets,
+            )
             self.limit = StreamCapacity(max_tokens, UNLIMITED, UNLIMITED, UNLIMITED, config.depth or MAX_DEPTH)
+        self.store: CheckpointStore | None = None
+        if budgets is not None and self.streams.pools is not None:
+            first_page, cost = self.streams.own_pages, trunk_cost(model)
+            self.store = CheckpointStore(
+                self.streams.pools, budgets, first_page=first_page, namespace=namespace, cost=cost
+            )
         self.least_saved = DEEP_SAVES if device.type == "cuda" else 1
         self.starts_ahead = device.type == "cuda"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
@@ -280,16 +355,30 @@ class RoundRunner:
         """Make ready, on the thread that will run the rounds."""
         self.streams.start()
 
-    def begin(self, requests: Sequence[Runnable]) -> PendingRound:
+    def plan(self) -> RoundPlan:
+        """A round without requests, to be planned and begun on the thread that runs the rounds."""
+        return RoundPlan(self.limit, self.max_requests, self.store)
+
+    def begin(self, plan: RoundPlan) -> PendingRound:
         """Start one round."""
-        needed = requests[0].needed
-        for request in requests[1:]:
-            needed = needed + request.needed
-        logits = self.streams.submit([request.layout for request in requests], needed)
-        return PendingRound(
-            requests,
-            logits,
-            model_name=self._model_name,
-            temperatures=self._temperatures,
-            observers=self.observers,
-        )
+        if self.store is None:
+            layouts = [request.layout for request in plan.requests]
+            return PendingRound(plan.requests, self.streams.submit(layouts, plan.needed), runner=self)
+        resumed = resume(self.store, plan)
+        stored = resumed.stored
+        try:
+            logits = self.streams.submit(resumed.layouts, resumed.needed, stored.caches, stored.copies)
+        except BaseException:
+            stored.finish([False] * len(resumed.groups))
+            raise
+        return PendingRound(plan.requests, logits, runner=self, resumed=resumed)
+
+    def again(self, request: Runnable) -> Any:
+        """What becomes of a request in a round of its own."""
+        plan = self.plan()
+        plan.add(request)
+        (result,) = self.begin(plan).results()
+        return result
+
+    def result(self, request: Runnable, logits: OptionLogits) -> Any:
+        return request.result(logits, self._model_name, self._temperatures)

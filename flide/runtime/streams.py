@@ -21,7 +21,9 @@ from torch import Tensor
 from flide.heads import Head
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import padded
-from flide.runtime.metadata import ForkMetadata, StreamCapacity
+from flide.runtime.checkpoints.budget import Budgets
+from flide.runtime.checkpoints.pools import CheckpointPools, Pairs
+from flide.runtime.metadata import ForkMetadata, StreamCapacity, TrunkCache
 from flide.runtime.tree import TreeLayout
 
 Step = Callable[[Tensor, ForkMetadata], Tensor]
@@ -86,10 +88,27 @@ class Streams:
         head: what reads options out of hidden rows, in eval mode, on the model's device.
         compile: through ``torch.compile``; sizes are then padded, so that one graph serves them all.
         selective_readout: see ``ForDecision.forward``.
+        own_pages: KV pages for the rounds, where there are checkpoints.
+        budgets: of checkpoints, for which the model is given pools; None keeps none.
+
+    Attributes:
+        pools: of checkpoints, or None.
     """
 
-    def __init__(self, model: ForDecision, head: Head, *, compile: bool, selective_readout: bool = True) -> None:
-        self._compile = compile
+    def __init__(
+        self,
+        model: ForDecision,
+        head: Head,
+        *,
+        compile: bool,
+        selective_readout: bool = True,
+        own_pages: int = 0,
+        budgets: Budgets | None = None,
+    ) -> None:
+        self._compile, self.own_pages = compile, own_pages
+        self.pools: CheckpointPools | None = None
+        if budgets is not None:
+            self.pools = CheckpointPools.within(budgets, model, own_pages=own_pages, parents=1)
         self.report = StartReport()
         self._step = decision_step(model, head, selective_readout=selective_readout)
         if compile:
@@ -105,14 +124,24 @@ class Streams:
             self.report = StartReport(compile_seconds=time.perf_counter() - began)
 
     @torch.inference_mode()
-    def submit(self, layouts: Sequence[TreeLayout], needed: StreamCapacity) -> PendingLogits:
+    def submit(
+        self,
+        layouts: Sequence[TreeLayout],
+        needed: StreamCapacity,
+        caches: Sequence[TrunkCache] | None = None,
+        copies: Pairs = (),
+    ) -> PendingLogits:
         """Run one stream.
 
         Args:
             layouts: its requests.
             needed: what they need together.
+            caches: one for each, of a model with pools.
+            copies: (from, to) of KV pages to copy first.
         """
-        meta = ForkMetadata.pack(layouts, capacity=padded(needed) if self._compile else None)
+        if self.pools is not None:
+            self.pools.copy_pages(copies)
+        meta = ForkMetadata.pack(layouts, capacity=padded(needed) if self._compile else None, caches=caches)
         began = time.perf_counter()
         logits_NC = self._step(meta.tokens, meta)[: needed.readouts].numpy()
         run = StreamRun(meta.capacity.tokens, captured=False, seconds=time.perf_counter() - began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +142,46 @@ class TreeLayout:
                 np.int32,
             ),
             num_shared_tokens=isolated - ends[-1],
+        )
+
+    @classmethod
+    def merged(cls, layouts: Sequence[TreeLayout], length: int) -> TreeLayout:
+        """One tree of several whose trunks begin with the same ``length`` tokens and are not read. What a trunk has
+        behind them is put in front of its branches; the rows read stay in order, tree by tree."""
+        return cls.of(
+            TokenTree(layouts[0].rows[0, :length].tolist(), tuple(x for y in layouts for x in y._branches(length)))
+        )
+
+    def _branches(self, length: int) -> list[TokenTree]:
+        """The branches as they are behind a trunk of ``length`` tokens."""
+        rest, (ends, levels, _, parents, _) = self.rows[0, length : self.trunk_length].tolist(), self.nodes.tolist()
+        readouts: list[list[int]] = [[] for _ in ends]
+        for row in self.reads[0].tolist():
+            readouts[self.rows[2, row]].append(row)
+        children: list[list[TokenTree]] = [[] for _ in ends]
+        for i in range(self.num_nodes - 1, 0, -1):  # children come after their parents
+            begin, front = ends[i - 1], rest if levels[i] == 1 else []
+            rows = tuple(len(front) + row - begin for row in readouts[i])
+            tokens = front + self.rows[0, begin : ends[i]].tolist()
+            children[parents[i]].insert(0, TokenTree(tokens, tuple(children[i]), rows))
+        assert not readouts[0], "trunks that are read belong to one tree"
+        return children[0]
+
+    def resumed(self, length: int) -> TreeLayout:
+        """The tree without the first ``length`` tokens of its trunk, which a checkpoint covers and nothing reads."""
+        assert length <= self.trunk_length, "a checkpoint covers no more than a trunk"
+        rows, nodes, reads = self.rows[:, length:].copy(), self.nodes.copy(), self.reads.copy()
+        rows[1] -= length
+        nodes[0] -= length
+        nodes[2, 1:] -= length
+        reads[0] -= length
+        assert reads.min(initial=0) >= 0, "a row that is read is computed"
+        return replace(
+            self,
+            rows=rows,
+            nodes=nodes,
+            level_rows=(0, *(end - length for end in self.level_rows[1:])),
+            reads=reads,
         )
 
     @property

@@ -19,8 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from flide.runtime.capacity import MAX_REQUESTS
-from flide.runtime.metadata import StreamCapacity
+from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import PendingRound, RoundRunner, Runnable
 
 logger = logging.getLogger("flide.engine")
@@ -126,11 +125,11 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
 def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None) -> _Round | None:
     """Start the next round, then finish the one before it (first, where starting may take long: nothing was captured
     for the next)."""
-    batch = _next_round(waiting, runner)
-    if running is not None and any(not runner.limit.holds(job.prepared.needed) for job in batch):
+    batch, plan = _next_round(waiting, runner)
+    if running is not None and batch and not plan.fits:
         running.finish()
         running = None
-    following = _Round(runner, batch) if batch else None
+    following = _Round(runner, batch, plan) if batch else None
     if running is not None:
         running.finish()
     return following
@@ -148,36 +147,27 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], *, wait: bool) -> bool:
     return True
 
 
-def _next_round(waiting: deque[Job], runner: RoundRunner) -> list[Job]:
+def _next_round(waiting: deque[Job], runner: RoundRunner) -> tuple[list[Job], RoundPlan]:
     """The next jobs that share a round, without those that were cancelled."""
     batch: list[Job] = []
-    total: StreamCapacity | None = None
-    while waiting and len(batch) < runner.max_requests:
-        needed = waiting[0].prepared.needed
-        together = needed if total is None else total + needed
-        if batch and not (runner.limit.holds(together) and _have_scratch([*batch, waiting[0]], together.depth)):
-            break
+    plan = runner.plan()
+    while waiting and plan.add(waiting[0].prepared):
         job = waiting.popleft()
         if job.future.set_running_or_notify_cancel():
             batch.append(job)
-            total = together
-    return batch
-
-
-def _have_scratch(batch: Sequence[Job], depth: int) -> bool:
-    """Whether there is a scratch state for each trunk and each branch with leaves. With two levels only requests, which
-    are no more than there is scratch for, have one."""
-    return depth == 2 or sum(max(1, job.prepared.layout.num_parents) for job in batch) <= MAX_REQUESTS
+        else:
+            plan.undo()
+    return batch, plan
 
 
 class _Round:
     """Jobs that run together. Nothing here raises: the thread must outlive any round."""
 
-    def __init__(self, runner: RoundRunner, batch: list[Job]) -> None:
+    def __init__(self, runner: RoundRunner, batch: list[Job], plan: RoundPlan) -> None:
         self._runner, self._batch = runner, batch
         self._outcome: PendingRound | BaseException
         try:
-            self._outcome = runner.begin([job.prepared for job in batch])
+            self._outcome = runner.begin(plan)
         except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
             self._outcome = error
 
@@ -201,9 +191,14 @@ class _Round:
                     raise
                 message = "a round of %d requests failed and is run again one by one: %r"
                 logger.warning(message, len(self._batch), error)
-            return [_Round(self._runner, [job])._results()[0] for job in self._batch]  # one must not take others down
+            return [self._alone(job)._results()[0] for job in self._batch]  # one must not take others down
         except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
             return [_as_exception(error)] * len(self._batch)
+
+    def _alone(self, job: Job) -> _Round:
+        plan = self._runner.plan()
+        plan.add(job.prepared)
+        return _Round(self._runner, [job], plan)
 
 
 def _as_exception(error: BaseException) -> Exception:

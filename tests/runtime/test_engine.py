@@ -26,6 +26,7 @@ from flide import (
 )
 from flide.models import Qwen35ForDecision
 from flide.runtime.memory import host_memory
+from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_model import tiny_engine, tiny_model_directory
@@ -244,10 +245,10 @@ def test_rounds_split_at_request_boundaries_and_answers_do_not_change(engine: En
 def test_one_failing_request_does_not_take_its_round_down(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RoundRunner.begin
 
-    def fragile(self: RoundRunner, requests: Any) -> Any:
-        if any(r.request.state == "poison" for r in requests):
+    def fragile(self: RoundRunner, plan: RoundPlan) -> Any:
+        if any(r.request.state == "poison" for r in plan.requests):
             raise MemoryError("no memory")
-        return run(self, requests)
+        return run(self, plan)
 
     monkeypatch.setattr(RoundRunner, "begin", fragile)
     poison = DecisionRequest("poison", {"q": Noul("?")})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flide.runtime import StreamCapacity
+from flide.runtime.plan import RoundPlan
 from flide.runtime.worker import Job, Worker
 
 TIMEOUT = 20
@@ -36,8 +37,11 @@ class Runner:
     def start(self) -> None:
         self.thread = threading.current_thread()
 
-    def begin(self, requests: list[Request]) -> Any:
-        names = [request.name for request in requests]
+    def plan(self) -> RoundPlan:
+        return RoundPlan(self.limit, self.max_requests)
+
+    def begin(self, plan: Any) -> Any:
+        names = [request.name for request in plan.requests]
         self.before(names)
         self.rounds.append(names)
         self.log.append(("begin", *names))

@@ -21,6 +21,7 @@ import pytest
 from flide import Engine
 from flide.cli import main
 from flide.errors import FlideError, ModelOutputError
+from flide.runtime.rounds import OptionLogits
 from flide.runtime.wire import parse_body
 from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
@@ -129,7 +130,7 @@ async def test_an_error_in_the_engine_is_one_request_s(engine: Engine) -> None:
 async def test_logits_that_are_not_finite_fail_one_request(engine: Engine) -> None:
     async with Linked(engine) as linked:
         prepared = linked.remote.reader.encode(parse_body(BODY))
-        wrong = np.full(prepared.reads.is_option_QO.shape, np.nan)
+        wrong = OptionLogits(np.full(prepared.reads.is_option_QO.shape, np.nan))
         assert isinstance(linked.remote.reader.decision(prepared, wrong), ModelOutputError)
         await linked.ask()
 

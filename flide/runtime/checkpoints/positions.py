@@ -1,0 +1,94 @@
+"""Where in a request's trunk later requests may want to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flide.runtime.format import DecisionFormat, EncodedRequest
+from flide.runtime.prompt import render_value
+from flide.runtime.request import DecisionRequest, Value
+from flide.runtime.tokenizer import PromptTokenizer
+
+WINDOW = 256  # characters before a place that are read to find its token: a safe boundary is among them
+NEAR = 32  # tokens: of two places that are so close the first is enough
+
+_PROBE = "\x00"  # a state of its own, to see what a format puts behind one
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What of a request is worth keeping, and for whom.
+
+    Attributes:
+        state_tokens: tokens that depend on the state and the format alone.
+        saves: lengths, ascending, after which to keep a checkpoint; at most four, none larger than ``state_tokens``.
+        salt: of who asks.
+    """
+
+    state_tokens: int = 0
+    saves: tuple[int, ...] = ()
+    salt: str | None = None
+
+    @classmethod
+    def of(cls, request: DecisionRequest, encoded: EncodedRequest, format: DecisionFormat) -> Reuse:
+        """By default the end of the state, where one that grows still agrees, and the end of all messages but the last.
+
+        The places are those of safe boundaries: what follows them does not change the tokens before them. With a
+        tokenizer that has none they are about there. No answer depends on that, only how often requests can resume.
+        """
+        end = len(encoded.shared)
+        if request.checkpoint is False or not end:
+            return cls(end, (), request.cache_salt)
+        found = _tokens_before(_places(request, encoded.text, format), encoded.text, end, format.tokenizer)
+        places = sorted(place for place in found if 0 < place < end)
+        if not places or end - places[-1] > NEAR:
+            places.append(end)
+        return cls(end, tuple(dict.fromkeys(places)), request.cache_salt)
+
+
+def _places(request: DecisionRequest, text: str, format: DecisionFormat) -> list[int]:
+    """Characters of the state's text that stay when the state grows, or its last message is another one."""
+    behind = format.state_text(_PROBE).rpartition(_PROBE)[2]
+    body = text.removesuffix(behind)
+    if len(body) == len(text) and behind:
+        return []
+    state, hint = request.state, None if request.checkpoint is True else request.checkpoint
+    if isinstance(state, str):
+        first = len(body) - len(state)
+        return [len(body)] if hint is None or hint >= len(state) or first < 0 else [first + hint, len(body)]
+    places = [len(body.rstrip('"]}'))]
+    messages = _messages(state)
+    if len(messages) > 1:
+        places.append(body.rfind(render_value(messages[-1])))
+    if hint is not None and 0 < hint < len(messages):
+        first = body.rfind(render_value(messages))
+        places.append(first + len(render_value(messages[:hint])) if first >= 0 else -1)
+    return [place for place in places if place > 0]
+
+
+def _messages(state: Value) -> list[Value]:
+    """A list, also the last entry of an object."""
+    last = list(state.values())[-1] if isinstance(state, dict) and state else state
+    return last if isinstance(last, list) else []
+
+
+def _tokens_before(places: Sequence[int], text: str, end: int, tokenizer: PromptTokenizer) -> Iterable[int]:
+    """How many of the first ``end`` tokens stand before each place of the text, at its last safe boundary."""
+    if not places:
+        return
+    begin = max(0, min(places) - WINDOW)
+    window = text[begin:].rstrip() if tokenizer.frame.strips_right else text[begin:]
+    in_window = _count(window, tokenizer)
+    for place in places:
+        count = _count(text[begin:place], tokenizer)
+        if count:
+            yield end - (in_window - count)
+
+
+def _count(text: str, tokenizer: PromptTokenizer) -> int:
+    """Tokens up to the last safe boundary."""
+    return len(tokenizer.encode_prompts(text, [""])[0])
+
+
+__all__ = ["Reuse"]

@@ -1,0 +1,394 @@
+"""CheckpointStore: which checkpoints there are, what a round resumes from and what it saves. It belongs to the thread
+that runs the rounds; only its counts may be read by others.
+
+A checkpoint is the recurrent states and convolution windows after m tokens of a trunk (a slot), and the keys and values
+of these tokens (pages, shared with other checkpoints of the same path). Its place in a radix tree is its tokens. Pages
+are never written again once their round is over: a trunk that resumes inside a page takes a copy of it.
+
+What a round saves can be found as soon as the round was submitted, since all rounds run in one order, and stays if the
+round's answers are right. What goes wrong is gone, and so is all that resumed from it (``StoredRound.is_stale``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from flide.runtime.checkpoints.budget import Budget, Budgets, ItemBytes
+from flide.runtime.checkpoints.pools import CheckpointPools
+from flide.runtime.checkpoints.radix import TOKEN_BYTES, RadixNode, RadixTree
+from flide.runtime.checkpoints.stats import CheckpointStats
+from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE, TrunkCache
+
+DEVICE, HOST = 0, 1  # tiers
+Cost: TypeAlias = Callable[[int, int], float]  # of computing a trunk's tokens ``begin`` to ``end``
+
+
+COUNTS = ("hits", "misses", "saved_tokens", "saves", "evictions", "offloads", "restores")
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """Keys and values of up to ``PAGE_SIZE`` tokens.
+
+    Attributes:
+        number: where it is in each tier; None where it is not.
+        users: checkpoints of each tier that it belongs to; a tier has it as long as there are any.
+    """
+
+    number: list[int | None] = field(default_factory=lambda: [None, None])
+    users: list[int] = field(default_factory=lambda: [0, 0])
+
+
+_Where: TypeAlias = "tuple[str, str | None]"
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """What is kept after ``length`` tokens.
+
+    Attributes:
+        pages: of these tokens; each is in its tier, and may be in the other one, too.
+        where: whose tree it is in, and ``node`` its tokens there.
+        tier, slot: where its states are.
+        pins: rounds that read or write it. It is neither moved nor dropped as long as there are any.
+        gone: it is no more. What resumed from it, while it was pinned, is worth nothing.
+        stamp: of its valid entry in the order of eviction.
+    """
+
+    length: int
+    pages: list[Page]
+    where: _Where
+    slot: int
+    tier: int = DEVICE
+    pins: int = 1
+    gone: bool = False
+    stamp: int = -1
+    node: RadixNode[Checkpoint] = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """What is asked for one trunk of a round.
+
+    Attributes:
+        key: its tokens (``radix.key_of``).
+        salt: of who asks.
+        saves: lengths after which to keep a checkpoint, ascending, at most ``MAX_SAVES``.
+        source: the checkpoint that it resumes from, pinned, or None.
+    """
+
+    key: bytes
+    salt: str | None
+    saves: tuple[int, ...] = ()
+    source: Checkpoint | None = None
+
+    @property
+    def resumed(self) -> int:
+        """Tokens that need not be computed."""
+        return 0 if self.source is None else self.source.length
+
+
+class _Tier:
+    """What is free on the device or the host, and what is dropped first."""
+
+    def __init__(self, budget: Budget, *, first_page: int, first_slot: int) -> None:
+        self.budget = budget
+        self.pages = [*range(first_page, first_page + budget.pages)][::-1]
+        self.slots = [*range(first_slot, first_slot + budget.slots)][::-1]
+        self.lengths: dict[int, int] = {}  # tokens behind the states of each slot in use
+        self.order: list[tuple[float, int, Checkpoint]] = []  # a heap; entries may be out of date
+        self.clock = 0.0
+
+    def used_bytes(self, item: ItemBytes) -> int:
+        used = Budget(self.budget.pages - len(self.pages), self.budget.slots - len(self.slots))
+        return used.bytes(item)
+
+
+class CheckpointStore:
+    """Keeps checkpoints within fixed budgets. Where there is no room, the one goes first that saves least work for its
+    bytes, unless it was used lately (greedy dual size): every use puts a checkpoint that far ahead of the last one that
+    had to go.
+
+    Args:
+        pools: of the model.
+        budgets: how many pages and slots there are.
+        first_page: pages of the device before it are the rounds' own (:meth:`begin`).
+        namespace: all but tokens and salt that decides what a checkpoint holds.
+        cost: the work that a checkpoint saves.
+    """
+
+    def __init__(
+        self,
+        pools: CheckpointPools,
+        budgets: Budgets,
+        *,
+        first_page: int,
+        namespace: str,
+        cost: Cost,
+    ) -> None:
+        self._pools, self._item, self._cost = pools, budgets.item, cost
+        self._first_page, self._namespace = first_page, namespace
+        self._tiers = (
+            _Tier(budgets.device, first_page=first_page, first_slot=1),
+            _Tier(budgets.host, first_page=0, first_slot=0),
+        )
+        self._trees: dict[_Where, RadixTree[Checkpoint]] = {}
+        self._stamps = itertools.count()
+        self._counts = Counter(dict.fromkeys(COUNTS, 0))
+
+    def find(self, salt: str | None, key: bytes) -> Checkpoint | None:
+        """The longest beginning of a trunk that is kept on the device, or can be brought there; it is pinned until
+        :meth:`release`, or the end of the round that is begun with it."""
+        tree = self._trees.get((self._namespace, salt))
+        for found in reversed(tree.path(key)) if tree is not None else ():
+            if found.gone:  # dropped, to make room for a longer one that still had none
+                continue
+            self._pin(found)
+            if found.tier == DEVICE or self._move(found, DEVICE):
+                self._check_lengths(found)
+                return found
+            self.release(found)
+        return None
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Undo a pin."""
+        checkpoint.pins -= 1
+        if not checkpoint.pins and not checkpoint.gone:
+            self._rank(checkpoint)
+
+    def begin(self, trunks: Sequence[Trunk]) -> StoredRound:
+        """Decide what a round reads and writes. What it saves can be found by the rounds after it.
+
+        Pages that no checkpoint needs are the round's own, numbered from 0.
+        """
+        caches, copies, saved, own = [], [], [], 0
+        for trunk in trunks:
+            source, total, done = trunk.source, len(trunk.key) // TOKEN_BYTES, trunk.resumed
+            pages = [] if source is None else _numbers(source.pages, DEVICE)
+            torn = [pages.pop()] if done % PAGE_SIZE and done < total else []
+            kept, saves = self._save(trunk)
+            kept = kept[len(pages) :]
+            missing = -(-total // PAGE_SIZE) - len(pages) - len(kept)
+            fresh = [*_numbers(kept, DEVICE), *range(own, own + missing)]
+            own += missing
+            copies += [(page, fresh[0]) for page in torn]
+            slots = tuple((checkpoint.length, checkpoint.slot) for checkpoint in saves)
+            caches.append(TrunkCache(done, 0 if source is None else source.slot, [*pages, *fresh], slots))
+            saved.append(saves)
+        assert own <= self._first_page, "a round has enough pages of its own"
+        return StoredRound(self, trunks, caches, copies, saved)
+
+    def stats(self) -> CheckpointStats:
+        device, host = self._tiers
+        return CheckpointStats(
+            **self._counts,
+            checkpoints=len(device.lengths),
+            host_checkpoints=len(host.lengths),
+            bytes=device.used_bytes(self._item),
+            host_bytes=host.used_bytes(self._item),
+            capacity_bytes=device.budget.bytes(self._item),
+            host_capacity_bytes=host.budget.bytes(self._item),
+        )
+
+    def check(self) -> None:
+        """Assert that every page and slot is accounted for (tests and debugging)."""
+        found = [checkpoint for tree in self._trees.values() for checkpoint in tree.values()]
+        for index, tier in enumerate(self._tiers):
+            inside = [checkpoint for checkpoint in found if checkpoint.tier == index]
+            users = Counter(id(page) for checkpoint in inside for page in checkpoint.pages)
+            pages = {id(page): page for checkpoint in found for page in checkpoint.pages}.values()
+            assert all(page.users[index] == users[id(page)] for page in pages), "users are counted"
+            assert all((page.number[index] is None) == (page.users[index] == 0) for page in pages), "no page is idle"
+            taken = [page.number[index] for page in pages if page.number[index] is not None]
+            first = self._first_page if index == DEVICE else 0
+            assert sorted([*taken, *tier.pages]) == [*range(first, first + tier.budget.pages)], "no page is lost"
+            slots = [checkpoint.slot for checkpoint in inside]
+            first = 1 if index == DEVICE else 0
+            assert sorted([*slots, *tier.slots]) == [*range(first, first + tier.budget.slots)], "no slot is lost"
+            assert {x.slot: x.length for x in inside} == tier.lengths, "slots have the states of their checkpoints"
+        for checkpoint in found:
+            self._check_lengths(checkpoint)
+            assert not checkpoint.gone, "what went wrong is gone"
+
+    def count(self, **amounts: int) -> None:
+        self._counts.update(amounts)
+
+    def take_back(self, checkpoint: Checkpoint) -> None:
+        """Remove what was saved by a round that went wrong."""
+        self._remove(checkpoint)
+
+    def _save(self, trunk: Trunk) -> tuple[list[Page], list[Checkpoint]]:
+        """Pages from the trunk's first token to the last one that is kept, and the checkpoints that it is asked to save
+        and does not have: as many as there is room for, shorter ones first."""
+        where = self._namespace, trunk.salt
+        known = {found.length for found in self._trees[where].path(trunk.key)} if where in self._trees else set()
+        wanted = [length for length in trunk.saves if length > trunk.resumed and length not in known]
+        assert len(wanted) <= MAX_SAVES
+        pages = [] if trunk.source is None else trunk.source.pages[: trunk.resumed // PAGE_SIZE]
+        while wanted and not self._make_room(DEVICE, _pages_of(wanted[-1]) - len(pages), len(wanted)):
+            wanted.pop()
+        if not wanted:
+            return [], []
+        device = self._tiers[DEVICE]
+        pages += [Page([device.pages.pop(), None]) for _ in range(_pages_of(wanted[-1]) - len(pages))]
+        tree = self._trees.setdefault(where, RadixTree())
+        saves = []
+        for length in wanted:
+            made = Checkpoint(length, pages[: _pages_of(length)], where, device.slots.pop())
+            made.node = tree.insert(trunk.key[: length * TOKEN_BYTES], made)
+            device.lengths[made.slot] = length
+            self._use(made.pages, DEVICE)
+            self._check_lengths(made)
+            saves.append(made)
+        return pages, saves
+
+    def _make_room(self, tier: int, pages: int, slots: int) -> bool:
+        """See that there are so many free pages and slots; False if that cannot be."""
+        here = self._tiers[tier]
+        if pages > here.budget.pages or slots > here.budget.slots:
+            return False
+        while len(here.pages) < pages or len(here.slots) < slots:
+            victim = self._next_victim(tier)
+            if victim is None:
+                return False
+            if tier == DEVICE and self._move(victim, HOST):
+                self._rank(victim)
+            else:
+                self._remove(victim)
+                self.count(evictions=1)
+        return True
+
+    def _move(self, checkpoint: Checkpoint, to: int) -> bool:
+        """Bring a checkpoint to another tier, if there is room."""
+        origin = checkpoint.tier
+        self._use(checkpoint.pages, to)  # what is there already must stay
+        missing = [page for page in checkpoint.pages if page.number[to] is None]
+        if not self._make_room(to, len(missing), 1):
+            self._leave(checkpoint.pages, to)
+            return False
+        here = self._tiers[to]
+        for page in missing:
+            page.number[to] = here.pages.pop()
+        slot = here.slots.pop()
+        pairs = [*zip(_numbers(missing, origin), _numbers(missing, to), strict=True)]
+        if to == HOST:
+            self._pools.offload(pairs, (checkpoint.slot, slot))
+            self.count(offloads=1)
+        else:
+            self._pools.restore(pairs, (checkpoint.slot, slot))
+            self.count(restores=1)
+        self._free_slot(checkpoint)
+        self._leave(checkpoint.pages, origin)
+        checkpoint.tier, checkpoint.slot = to, slot
+        here.lengths[slot] = checkpoint.length
+        return True
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        checkpoint.gone, checkpoint.stamp = True, -1
+        tree = self._trees[checkpoint.where]
+        tree.remove(checkpoint.node)
+        if not tree:
+            del self._trees[checkpoint.where]
+        self._free_slot(checkpoint)
+        self._leave(checkpoint.pages, checkpoint.tier)
+
+    def _free_slot(self, checkpoint: Checkpoint) -> None:
+        tier = self._tiers[checkpoint.tier]
+        del tier.lengths[checkpoint.slot]
+        tier.slots.append(checkpoint.slot)
+
+    def _use(self, pages: Iterable[Page], tier: int) -> None:
+        for page in pages:
+            page.users[tier] += 1
+
+    def _leave(self, pages: Iterable[Page], tier: int) -> None:
+        for page in pages:
+            page.users[tier] -= 1
+            number = page.number[tier]
+            if not page.users[tier] and number is not None:
+                self._tiers[tier].pages.append(number)
+                page.number[tier] = None
+
+    def _pin(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins += 1
+        checkpoint.stamp = -1
+
+    def _rank(self, checkpoint: Checkpoint) -> None:
+        """Give an unpinned checkpoint its place in the order of eviction, as one that was just used."""
+        tier = self._tiers[checkpoint.tier]
+        above = checkpoint.node.nearest_above()
+        begin = 0 if above is None else above.length
+        size = self._item.slot + _pages_of(checkpoint.length - begin) * self._item.page
+        checkpoint.stamp = next(self._stamps)
+        rank = tier.clock + self._cost(begin, checkpoint.length) / size
+        heapq.heappush(tier.order, (rank, checkpoint.stamp, checkpoint))
+        if len(tier.order) > 64 + 2 * len(tier.lengths):
+            tier.order = [entry for entry in tier.order if entry[1] == entry[2].stamp]
+            heapq.heapify(tier.order)
+
+    def _next_victim(self, tier: int) -> Checkpoint | None:
+        here = self._tiers[tier]
+        while here.order:
+            rank, stamp, checkpoint = heapq.heappop(here.order)
+            if stamp == checkpoint.stamp:
+                here.clock = max(here.clock, rank)
+                return checkpoint
+        return None
+
+    def _check_lengths(self, checkpoint: Checkpoint) -> None:
+        length, tier = checkpoint.length, self._tiers[checkpoint.tier]
+        assert tier.lengths[checkpoint.slot] == length, "states and windows are those after the checkpoint's tokens"
+        assert len(checkpoint.pages) == _pages_of(length), "keys and values are those of the checkpoint's tokens"
+        assert checkpoint.node.num_tokens == length, "the key is the checkpoint's tokens"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRound:
+    """What a round reads and writes.
+
+    Attributes:
+        caches: of each trunk.
+        copies: (from, to) of pages to copy before the round runs.
+    """
+
+    store: CheckpointStore
+    trunks: Sequence[Trunk]
+    caches: list[TrunkCache]
+    copies: list[tuple[int, int]]
+    saved: list[list[Checkpoint]]
+
+    def is_stale(self, index: int) -> bool:
+        """Whether a trunk resumed from what is worth nothing: to be computed again."""
+        source = self.trunks[index].source
+        return source is not None and source.gone
+
+    def finish(self, good: Sequence[bool]) -> None:
+        """Keep what trunks saved whose answers are there and right; to be called once."""
+        for trunk, saves, is_good in zip(self.trunks, self.saved, good, strict=True):
+            for checkpoint in saves:
+                if not is_good:
+                    self.store.take_back(checkpoint)
+                self.store.release(checkpoint)
+            if trunk.source is not None:
+                self.store.release(trunk.source)
+            if is_good:
+                hit = trunk.source is not None
+                self.store.count(hits=hit, misses=not hit, saved_tokens=trunk.resumed, saves=len(saves))
+
+
+def _pages_of(length: int) -> int:
+    return -(-length // PAGE_SIZE)
+
+
+def _numbers(pages: Iterable[Page], tier: int) -> list[int]:
+    numbers = [page.number[tier] for page in pages]
+    assert None not in numbers, "a checkpoint's pages are where it is"
+    return numbers  # type: ignore[return-value]
+
+
+__all__ = ["Checkpoint", "CheckpointStore", "StoredRound", "Trunk"]

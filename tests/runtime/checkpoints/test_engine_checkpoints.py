@@ -1,0 +1,164 @@
+"""Checkpoints in an engine: states of text and of messages that grow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
+from tests.tiny_model import tiny_engine
+from tests.tolerance import PROBABILITY_FP32
+
+QUESTIONS = {
+    "done": Noul("Is the task done?"),
+    "next": Choice("What is next?", ["edit", "run", "stop"]),
+    "risk": Score("How risky is it?", ["low", "some", "high"]),
+}
+MORE = {"stuck": Noul("Is the agent stuck?"), "tests": Noul("Do the tests pass?")}
+WORDS = [
+    "the",
+    "agent",
+    "opened",
+    "file",
+    "line",
+    "error",
+    "test",
+    "12",
+    "main.py",
+    "(x)",
+    "-",
+    "value,",
+    "None.",
+    "\n",
+]
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[Engine]:
+    with tiny_engine(EngineConfig(device="cpu", checkpoint_gb=0.02)) as engine:
+        yield engine
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def answers_agree(got: Any, want: Any) -> None:
+    assert list(got) == list(want)
+    for name in want:
+        assert got[name].value == pytest.approx(want[name].value, abs=PROBABILITY_FP32)
+    got, want = got.usage, want.usage
+    assert (got.input_tokens, got.output_tokens, got.shared_tokens) == (
+        want.input_tokens,
+        want.output_tokens,
+        want.shared_tokens,
+    )
+    assert want.reused_tokens == 0
+
+
+def test_without_a_budget_there_is_no_store(engine: Engine) -> None:
+    assert engine.checkpoint_stats() is None
+    assert not engine.reader.checkpoints
+
+
+def test_a_budget_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint of this model"):
+        tiny_engine(EngineConfig(device="cpu", checkpoint_gb=1e-6))
+
+
+@pytest.mark.parametrize("ending", ["", ".", "word", " 12", "\n\n", '"}', "\u4f60\u597d"])
+def test_a_text_that_grows_resumes_near_its_old_end(keeping: Engine, engine: Engine, ending: str) -> None:
+    rng = random.Random(ending)
+    state, before = "", 0
+    for step in range(4):
+        state += words(rng, rng.choice([40, 120])) + ending
+        request = DecisionRequest(state, QUESTIONS)
+        (got,), (want,) = keeping.decide([request]), engine.decide([request])
+        answers_agree(got, want)
+        tokens = len(keeping.format.encode(request).shared)
+        assert got.usage.reused_tokens > before - 24 if step else got.usage.reused_tokens < 40
+        before = tokens
+    (again,), (want,) = (x.decide([DecisionRequest(state, MORE)]) for x in (keeping, engine))
+    answers_agree(again, want)
+    assert before - 32 <= again.usage.reused_tokens <= before
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_messages_that_are_added_and_a_last_one_that_is_another(keeping: Engine, engine: Engine, wrapped: bool) -> None:
+    rng = random.Random(wrapped)
+    messages: list[Any] = [{"role": "user", "content": words(rng, 60)}]
+
+    def ask(messages: list[Any], **options: Any) -> Any:
+        request = DecisionRequest({"task": "t", "messages": messages} if wrapped else messages, QUESTIONS, **options)
+        (got,), (want,) = keeping.decide([request]), engine.decide([request])
+        answers_agree(got, want)
+        return len(keeping.format.encode(request).shared), got.usage.reused_tokens
+
+    before, _ = ask(messages)
+    for _ in range(3):
+        messages = [*messages, {"role": "assistant", "content": words(rng, 50)}]
+        tokens, reused = ask(messages)
+        assert before - 32 < reused < tokens
+        before = tokens
+    head = messages[:-1]
+    short, _ = ask(head)
+    for _ in range(3):  # candidates for the last message
+        tokens, reused = ask([*head, {"role": "assistant", "content": words(rng, 50)}])
+        assert short - 40 < reused < tokens
+
+
+def test_the_hint_and_the_salt(keeping: Engine) -> None:
+    rng = random.Random(5)
+    text = words(rng, 200)
+
+    def reused(state: str, **options: Any) -> int:
+        return keeping.decide([DecisionRequest(state, QUESTIONS, **options)])[0].usage.reused_tokens
+
+    assert reused(text, cache_salt="a", checkpoint=500) == 0
+    here = reused(text[:510] + words(rng, 50), cache_salt="a")
+    assert 0 < here < reused(text, cache_salt="a")
+    assert reused(text, cache_salt="b", checkpoint=False) == 0
+    assert reused(text, cache_salt="b") == 0
+    assert reused(text, cache_salt="b", checkpoint=False) > 0
+    messages = [{"role": "user", "content": words(rng, 30)} for _ in range(6)]
+    options = {"cache_salt": "c"}
+    keeping.decide([DecisionRequest(messages, QUESTIONS, checkpoint=2, **options)])
+    (other,) = keeping.decide([DecisionRequest([*messages[:2], *messages[3:]], QUESTIONS, **options)])
+    assert 100 < other.usage.reused_tokens < 240
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_salt": ""}, {"cache_salt": 7}, {"cache_salt": "x" * 257}, {"checkpoint": -1}, {"checkpoint": "x"}],
+)
+def test_bad_options_of_a_request_are_refused(keeping: Engine, options: Any) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))):
+        keeping.decide([DecisionRequest("s", QUESTIONS, **options)])
+
+
+def test_one_by_one_and_all_at_once_give_the_same_answers(engine: Engine) -> None:
+    rng = random.Random(6)
+    states = [words(rng, 30)]
+    requests = []
+    for _ in range(32):
+        state = rng.choice(states)
+        if rng.random() < 0.8:
+            state += words(rng, rng.choice([1, 10, 60]))
+            states.append(state)
+        questions = rng.choice([QUESTIONS, MORE, {**MORE, **QUESTIONS}])
+        requests.append(DecisionRequest(state, questions, cache_salt=rng.choice([None, "a"])))
+    expected = engine.decide(requests)
+    config = EngineConfig(device="cpu", checkpoint_gb=0.004, checkpoint_host_gb=0.004, max_round_tokens=1024)
+    with tiny_engine(config) as one, tiny_engine(config) as many:
+        for got, want in zip([one.decide([request])[0] for request in requests], expected, strict=True):
+            answers_agree(got, want)
+        for got, want in zip(many.decide(requests), expected, strict=True):
+            answers_agree(got, want)
+        for found in (one, many):
+            found._store.check()
+            stats = found.checkpoint_stats()
+            assert stats.hits > 5
+            assert stats.bytes <= stats.capacity_bytes <= 0.004 * 2**30
