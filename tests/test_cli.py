@@ -18,6 +18,7 @@ import pytest
 
 from flide.cli import main
 from flide.runtime.engine import EMBEDDED_MODEL, embedded_model_directory
+from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import RoundRunner
 
 TICKET = Path(__file__).parents[1] / "examples" / "ticket.json"
@@ -151,10 +152,10 @@ def test_lines_the_model_fails_on_are_failures_not_bad_input(
 ) -> None:
     run = RoundRunner.begin
 
-    def fragile(self: RoundRunner, requests: Any) -> Any:
-        if any(r.request.state == "large" for r in requests):
+    def fragile(self: RoundRunner, plan: RoundPlan) -> Any:
+        if any(r.request.state == "large" for r in plan.requests):
             raise MemoryError
-        return run(self, requests)
+        return run(self, plan)
 
     monkeypatch.setattr(RoundRunner, "begin", fragile)
     bodies = [BODY, {**BODY, "state": "large"}, {}, BODY]

@@ -22,6 +22,7 @@ import pytest
 
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
 from flide.runtime.prompt import ChatFormat
+from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.worker import Job
 from tests.tiny_model import tiny_engine
@@ -49,11 +50,11 @@ class Rounds:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rounds]:
     seen, run = Rounds(), RoundRunner.begin
 
-    def watched(self: RoundRunner, requests: Any) -> Any:
-        seen.states.append([r.request.state for r in requests])
+    def watched(self: RoundRunner, plan: RoundPlan) -> Any:
+        seen.states.append([r.request.state for r in plan.requests])
         seen.entered.set()
         assert seen.go_on.wait(TIMEOUT)
-        return run(self, requests)
+        return run(self, plan)
 
     monkeypatch.setattr(RoundRunner, "begin", watched)
     yield seen
@@ -145,10 +146,10 @@ def sigint() -> Iterator[None]:
 def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run, entered = RoundRunner.begin, threading.Event()
 
-    def slow(self: RoundRunner, requests: Any) -> Any:
+    def slow(self: RoundRunner, plan: RoundPlan) -> Any:
         entered.set()
         threading.Event().wait(0.5)
-        return run(self, requests)
+        return run(self, plan)
 
     with monkeypatch.context() as patch:
         patch.setattr(RoundRunner, "begin", slow)
@@ -280,12 +281,12 @@ def test_after_a_failure_nothing_else_of_the_call_runs(
 ) -> None:
     run = RoundRunner.begin
 
-    def fail(self: RoundRunner, requests: Any) -> Any:
-        results = run(self, requests)
-        if requests[0].request.state == "bad":
+    def fail(self: RoundRunner, plan: RoundPlan) -> Any:
+        results = run(self, plan)
+        if plan.requests[0].request.state == "bad":
             raise MemoryError("no memory")
         # What comes behind the failure must see it handled.
-        threading.Event().wait(0.2 if requests[0].request.state == "held" else 0)
+        threading.Event().wait(0.2 if plan.requests[0].request.state == "held" else 0)
         return results
 
     monkeypatch.setattr(RoundRunner, "begin", fail)
