@@ -19,11 +19,12 @@ from flide.errors import CheckpointError, RequestError
 from flide.models.auto import family_of
 from flide.models.decision import ForDecision
 from flide.models.directory import ModelDirectory
+from flide.runtime.checkpoints.budget import GIB
 from flide.runtime.checkpoints.stats import CheckpointStats
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, joined
 from flide.runtime.format import DecisionFormat, make_format
-from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens
+from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens, check_reserved
 from flide.runtime.model_hash import model_hash
 from flide.runtime.reader import RequestReader
 from flide.runtime.request import DecisionRequest
@@ -66,7 +67,9 @@ class Engine:
             raise TypeError(f"tokenizer must be a PromptTokenizer, not a {type(tokenizer).__name__}: wrap it in one")
         self.config = config or EngineConfig()
         self.model_name = self.config.model_name or type(model).__name__
-        limit = self.config.max_prompt_tokens or _max_prompt_tokens(model)
+        reserved, on_host = (int(x * GIB) for x in (self.config.checkpoint_gb, self.config.checkpoint_host_gb))
+        check_reserved(model, device_bytes=reserved, host_bytes=on_host)
+        limit = self.config.max_prompt_tokens or _max_prompt_tokens(model, reserved)
         style = "options" if model.head is None else model.head.prompt_style
         self.format: DecisionFormat = make_format(
             style, tokenizer, max_prompt_tokens=limit, escape=self.config.escape_control_tokens
@@ -91,7 +94,7 @@ class Engine:
         self._observers = runner.observers
         self._worker = Worker(runner)
         self.report = runner.streams.report
-        affordable = max(self._round_tokens, affordable_request_tokens(model))
+        affordable = max(self._round_tokens, affordable_request_tokens(model, reserved=reserved + on_host))
         self.max_request_tokens = self.config.max_request_tokens or affordable
         self.reader = RequestReader(
             self.format,
@@ -299,14 +302,15 @@ def embedded_model_directory() -> Path:
     return Path(str(files("flide") / "assets" / EMBEDDED_MODEL))
 
 
-def _max_prompt_tokens(model: ForDecision) -> int:
-    """What the model and its head were made for, and on CUDA what KV pages there is memory for."""
+def _max_prompt_tokens(model: ForDecision, reserved: int) -> int:
+    """What the model and its head were made for, and on CUDA what KV pages there is memory for beside ``reserved``
+    bytes."""
     longest = model.config.max_position_embeddings
     if model.head is not None and model.head.max_prompt_tokens is not None:
         longest = min(longest, model.head.max_prompt_tokens)
     if model.lm_head.weight.device.type != "cuda":
         return longest
-    affordable = affordable_prompt_tokens(model)
+    affordable = affordable_prompt_tokens(model, reserved=reserved)
     if affordable < longest:
         logger.warning("prompts are limited to %d tokens, for which there is memory", affordable)
     return min(longest, affordable)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
-from flide.runtime.prompt import ChatFormat
 from flide.runtime.plan import RoundPlan
+from flide.runtime.prompt import ChatFormat
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.worker import Job
 from tests.tiny_model import tiny_engine

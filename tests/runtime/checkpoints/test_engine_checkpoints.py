@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
 from tests.tiny_model import tiny_engine
@@ -162,3 +164,28 @@ def test_one_by_one_and_all_at_once_give_the_same_answers(engine: Engine) -> Non
             stats = found.checkpoint_stats()
             assert stats.hits > 5
             assert stats.bytes <= stats.capacity_bytes <= 0.004 * 2**30
+
+
+@pytest.mark.parametrize("options", [{"checkpoint_gb": 1e6}, {"checkpoint_gb": 0.01, "checkpoint_host_gb": 1e6}])
+def test_more_memory_than_there_is_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="checkpoints are to take"):
+        tiny_engine(EngineConfig(device="cpu", **options))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+def test_a_compiled_engine_resumes_without_another_compilation(engine: Engine) -> None:
+    rng = random.Random(8)
+    state, requests = "", []
+    for count in (40, 200, 1, 90, 5):
+        state += words(rng, count)
+        requests.append(DecisionRequest(state, QUESTIONS))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    with tiny_engine(EngineConfig(device="cpu", compile=True, checkpoint_gb=0.004, max_round_tokens=400)) as compiled:
+        for request in requests:
+            (got,), (want,) = compiled.decide([request]), engine.decide([request])
+            answers_agree(got, want)
+        assert compiled.checkpoint_stats().hits >= 4
+    assert counters["unique_graphs"] - before == 1
