@@ -22,22 +22,17 @@ class RadixNode(Generic[T]):
 
     Attributes:
         edge: tokens between the parent and this node.
+        num_tokens: from the root to here.
         value: what is kept here, or None.
     """
 
-    __slots__ = ("children", "edge", "parent", "value")
+    __slots__ = ("children", "edge", "num_tokens", "parent", "value")
 
-    def __init__(self, edge: bytes, parent: RadixNode[T] | None, value: T | None = None) -> None:
-        self.edge, self.parent, self.value = edge, parent, value
+    def __init__(self, edge: bytes, parent: RadixNode[T] | None) -> None:
+        self.edge, self.parent = edge, parent
+        self.num_tokens: int = len(edge) // TOKEN_BYTES + (0 if parent is None else parent.num_tokens)
+        self.value: T | None = None
         self.children: dict[bytes, RadixNode[T]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens from the root to here."""
-        count, node = 0, self
-        while node.parent is not None:
-            count, node = count + len(node.edge), node.parent
-        return count // TOKEN_BYTES
 
     def nearest_above(self) -> T | None:
         """The value of the deepest ancestor that has one."""

@@ -32,16 +32,34 @@ COUNTS = ("hits", "misses", "saved_tokens", "saves", "evictions", "offloads", "r
 
 
 @dataclass(slots=True, eq=False)
-class Page:
-    """Keys and values of up to ``PAGE_SIZE`` tokens.
+class PageRun:
+    """Pages behind those of ``parent``: a branch of a tree whose paths are the pages of checkpoints.
 
     Attributes:
-        number: where it is in each tier; None where it is not.
-        users: checkpoints of each tier that it belongs to; a tier has it as long as there are any.
+        numbers: of the pages in each tier; None where they are not.
+        users: checkpoints of each tier that end here, and runs there that go on from here. A tier has the pages as long
+            as there are any.
+        num_pages: these, and those before them.
     """
 
-    number: list[int | None] = field(default_factory=lambda: [None, None])
+    parent: PageRun | None
+    numbers: list[list[int] | None]
+    num_pages: int
     users: list[int] = field(default_factory=lambda: [0, 0])
+
+    @classmethod
+    def behind(cls, parent: PageRun | None, numbers: list[int]) -> PageRun:
+        """New ones on the device."""
+        return cls(parent, [numbers, None], len(numbers) + (0 if parent is None else parent.num_pages))
+
+    def path(self) -> list[PageRun]:
+        """From the first page's on."""
+        run: PageRun | None = self
+        found = []
+        while run is not None:
+            found.append(run)
+            run = run.parent
+        return found[::-1]
 
 
 _Where: TypeAlias = "tuple[str, str | None]"
@@ -52,7 +70,7 @@ class Checkpoint:
     """What is kept after ``length`` tokens.
 
     Attributes:
-        pages: of these tokens; each is in its tier, and may be in the other one, too.
+        pages: the last ones of these tokens. All are in its tier, and may be in the other one, too.
         where: whose tree it is in, and ``node`` its tokens there.
         tier, slot: where its states are.
         pins: rounds that read or write it. It is neither moved nor dropped as long as there are any.
@@ -61,7 +79,7 @@ class Checkpoint:
     """
 
     length: int
-    pages: list[Page]
+    pages: PageRun
     where: _Where
     slot: int
     tier: int = DEVICE
@@ -169,16 +187,15 @@ class CheckpointStore:
         caches, copies, saved, own = [], [], [], 0
         for trunk in trunks:
             source, total, done = trunk.source, len(trunk.key) // TOKEN_BYTES, trunk.resumed
-            pages = [] if source is None else _numbers(source.pages, DEVICE)
+            pages = [] if source is None else _numbers(source.pages.path(), DEVICE)
             torn = [pages.pop()] if done % PAGE_SIZE and done < total else []
-            kept, saves = self._save(trunk)
-            kept = kept[len(pages) :]
-            missing = -(-total // PAGE_SIZE) - len(pages) - len(kept)
-            fresh = [*_numbers(kept, DEVICE), *range(own, own + missing)]
+            fresh, saves = self._save(trunk)
+            missing = _pages_of(total) - len(pages) - len(fresh)
+            fresh += range(own, own + missing)
             own += missing
             copies += [(page, fresh[0]) for page in torn]
             slots = tuple((checkpoint.length, checkpoint.slot) for checkpoint in saves)
-            caches.append(TrunkCache(done, 0 if source is None else source.slot, [*pages, *fresh], slots))
+            caches.append(TrunkCache(done, 0 if source is None else source.slot, pages + fresh, slots))
             saved.append(saves)
         assert own <= self._first_page, "a round has enough pages of its own"
         return StoredRound(self, trunks, caches, copies, saved)
@@ -198,13 +215,15 @@ class CheckpointStore:
     def check(self) -> None:
         """Assert that every page and slot is accounted for (tests and debugging)."""
         found = [checkpoint for tree in self._trees.values() for checkpoint in tree.values()]
+        runs = {id(run): run for checkpoint in found for run in checkpoint.pages.path()}.values()
         for index, tier in enumerate(self._tiers):
             inside = [checkpoint for checkpoint in found if checkpoint.tier == index]
-            users = Counter(id(page) for checkpoint in inside for page in checkpoint.pages)
-            pages = {id(page): page for checkpoint in found for page in checkpoint.pages}.values()
-            assert all(page.users[index] == users[id(page)] for page in pages), "users are counted"
-            assert all((page.number[index] is None) == (page.users[index] == 0) for page in pages), "no page is idle"
-            taken = [page.number[index] for page in pages if page.number[index] is not None]
+            present = {id(run): run for checkpoint in inside for run in checkpoint.pages.path()}
+            users = Counter(id(checkpoint.pages) for checkpoint in inside)
+            users.update(id(run.parent) for run in present.values() if run.parent is not None)
+            assert all(run.users[index] == users[id(run)] for run in runs), "users are counted"
+            assert all((run.numbers[index] is not None) == (id(run) in present) for run in runs), "no page is idle"
+            taken = _numbers(present.values(), index)
             first = self._first_page if index == DEVICE else 0
             assert sorted([*taken, *tier.pages]) == [*range(first, first + tier.budget.pages)], "no page is lost"
             slots = [checkpoint.slot for checkpoint in inside]
@@ -222,27 +241,36 @@ class CheckpointStore:
         """Remove what was saved by a round that went wrong."""
         self._remove(checkpoint)
 
-    def _save(self, trunk: Trunk) -> tuple[list[Page], list[Checkpoint]]:
-        """Pages from the trunk's first token to the last one that is kept, and the checkpoints that it is asked to save
-        and does not have: as many as there is room for, shorter ones first."""
+    def _save(self, trunk: Trunk) -> tuple[list[int], list[Checkpoint]]:
+        """New pages behind the whole ones of the trunk's source, and the checkpoints for which they are: of those that
+        are asked for and not there yet, as many as there is room for, shorter ones first."""
         where = self._namespace, trunk.salt
         known = {found.length for found in self._trees[where].path(trunk.key)} if where in self._trees else set()
         wanted = [length for length in trunk.saves if length > trunk.resumed and length not in known]
         assert len(wanted) <= MAX_SAVES
-        pages = [] if trunk.source is None else trunk.source.pages[: trunk.resumed // PAGE_SIZE]
-        while wanted and not self._make_room(DEVICE, _pages_of(wanted[-1]) - len(pages), len(wanted)):
+        shared = trunk.resumed // PAGE_SIZE
+        while wanted and not self._make_room(DEVICE, _pages_of(wanted[-1]) - shared, len(wanted)):
             wanted.pop()
         if not wanted:
             return [], []
-        device = self._tiers[DEVICE]
-        pages += [Page([device.pages.pop(), None]) for _ in range(_pages_of(wanted[-1]) - len(pages))]
-        tree = self._trees.setdefault(where, RadixTree())
-        saves = []
+        device, tree = self._tiers[DEVICE], self._trees.setdefault(where, RadixTree())
+        # Whole pages of the source are the end of a run.
+        run = None if trunk.source is None else trunk.source.pages
+        if run is not None and run.num_pages > shared:
+            run = run.parent
+        assert (0 if run is None else run.num_pages) == shared
+        pages, saves = [], []
         for length in wanted:
-            made = Checkpoint(length, pages[: _pages_of(length)], where, device.slots.pop())
+            for end in (length // PAGE_SIZE, _pages_of(length)):  # whole pages, and a broken one
+                count = end - (0 if run is None else run.num_pages)
+                if count > 0:
+                    run = PageRun.behind(run, [device.pages.pop() for _ in range(count)])
+                    pages += _numbers([run], DEVICE)
+            assert run is not None
+            made = Checkpoint(length, run, where, device.slots.pop())
             made.node = tree.insert(trunk.key[: length * TOKEN_BYTES], made)
             device.lengths[made.slot] = length
-            self._use(made.pages, DEVICE)
+            self._use(run, DEVICE)
             self._check_lengths(made)
             saves.append(made)
         return pages, saves
@@ -267,15 +295,16 @@ class CheckpointStore:
         """Bring a checkpoint to another tier, if there is room."""
         origin = checkpoint.tier
         self._use(checkpoint.pages, to)  # what is there already must stay
-        missing = [page for page in checkpoint.pages if page.number[to] is None]
-        if not self._make_room(to, len(missing), 1):
+        missing = [run for run in checkpoint.pages.path() if run.numbers[to] is None]
+        pages = _numbers(missing, origin)
+        if not self._make_room(to, len(pages), 1):
             self._leave(checkpoint.pages, to)
             return False
         here = self._tiers[to]
-        for page in missing:
-            page.number[to] = here.pages.pop()
+        for run in missing:
+            run.numbers[to] = [here.pages.pop() for _ in _numbers([run], origin)]
         slot = here.slots.pop()
-        pairs = [*zip(_numbers(missing, origin), _numbers(missing, to), strict=True)]
+        pairs = [*zip(pages, _numbers(missing, to), strict=True)]
         if to == HOST:
             self._pools.offload(pairs, (checkpoint.slot, slot))
             self.count(offloads=1)
@@ -302,17 +331,19 @@ class CheckpointStore:
         del tier.lengths[checkpoint.slot]
         tier.slots.append(checkpoint.slot)
 
-    def _use(self, pages: Iterable[Page], tier: int) -> None:
-        for page in pages:
-            page.users[tier] += 1
+    def _use(self, run: PageRun | None, tier: int) -> None:
+        while run is not None:
+            run.users[tier] += 1
+            run = run.parent if run.users[tier] == 1 else None
 
-    def _leave(self, pages: Iterable[Page], tier: int) -> None:
-        for page in pages:
-            page.users[tier] -= 1
-            number = page.number[tier]
-            if not page.users[tier] and number is not None:
-                self._tiers[tier].pages.append(number)
-                page.number[tier] = None
+    def _leave(self, run: PageRun | None, tier: int) -> None:
+        while run is not None:
+            run.users[tier] -= 1
+            if run.users[tier]:
+                return
+            self._tiers[tier].pages += run.numbers[tier] or ()
+            run.numbers[tier] = None
+            run = run.parent
 
     def _pin(self, checkpoint: Checkpoint) -> None:
         checkpoint.pins += 1
@@ -343,7 +374,7 @@ class CheckpointStore:
     def _check_lengths(self, checkpoint: Checkpoint) -> None:
         length, tier = checkpoint.length, self._tiers[checkpoint.tier]
         assert tier.lengths[checkpoint.slot] == length, "states and windows are those after the checkpoint's tokens"
-        assert len(checkpoint.pages) == _pages_of(length), "keys and values are those of the checkpoint's tokens"
+        assert checkpoint.pages.num_pages == _pages_of(length), "keys and values are those of the checkpoint's tokens"
         assert checkpoint.node.num_tokens == length, "the key is the checkpoint's tokens"
 
 
@@ -385,10 +416,14 @@ def _pages_of(length: int) -> int:
     return -(-length // PAGE_SIZE)
 
 
-def _numbers(pages: Iterable[Page], tier: int) -> list[int]:
-    numbers = [page.number[tier] for page in pages]
-    assert None not in numbers, "a checkpoint's pages are where it is"
-    return numbers  # type: ignore[return-value]
+def _numbers(runs: Iterable[PageRun], tier: int) -> list[int]:
+    """The pages of runs that a tier has."""
+    found: list[int] = []
+    for run in runs:
+        numbers = run.numbers[tier]
+        assert numbers is not None, "a checkpoint's pages are where it is"
+        found += numbers
+    return found
 
 
 __all__ = ["Checkpoint", "CheckpointStore", "StoredRound", "Trunk"]
