@@ -6,11 +6,13 @@ cd "$(dirname "$0")/.."
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 gigabytes=$(python3 -c 'import torch; print(torch.cuda.mem_get_info()[0] >> 30)')
 # By name, so that tests of the server, which need more packages, are not even imported.
-long="tests/models/|test_graphs|test_kernel_limits|test_kernels|test_olmo_hybrid|tests/train/"
+long="tests/models/|runtime/checkpoints|test_graphs|test_kernel_limits|test_kernels|test_olmo_hybrid|tests/train/"
 rest=$(grep -rlE "mark\.gpu" tests --include="test_*.py" | grep -vE "$long" | sort)
 groups=( # files | expression that chooses among their tests
   "tests/runtime/test_graphs.py|explicit"
   "tests/runtime/test_graphs.py|not explicit"
+  "tests/runtime/checkpoints/test_cuda.py|explicit and not eager"
+  "tests/runtime/checkpoints/test_cuda.py|not explicit or eager"
   "tests/train/test_cuda.py|option"
   "tests/train/test_cuda.py|scalar"
   "tests/train/test_cuda.py|linear"

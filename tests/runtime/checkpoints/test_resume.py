@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flide import DecisionRequest, EngineConfig
-from flide.heads import OptionHead
 from flide.models import Gemma4ForDecision, Qwen35ForDecision
-from flide.models.decision import ForDecision
-from flide.runtime.checkpoints.budget import GIB, ItemBytes
-from flide.runtime.checkpoints.positions import Reuse
-from flide.runtime.reads import OptionReads
-from flide.runtime.rounds import LogitsRequest, PreparedRequest, RoundRunner
-from flide.runtime.tree import TokenTree
+from flide.runtime.rounds import LogitsRequest
 from tests.models.gemma4 import tiny_gemma4
+from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, request, tokens
 from tests.tiny_model import tiny_model_directory
 from tests.tolerance import LOGITS_FP32
-
-LABELS = 8
-POSITIONS = (1, 2, 3, 63, 64, 65, 127, 128, 129, 200)
 
 
 def qwen() -> Qwen35ForDecision:
@@ -41,48 +32,6 @@ def gemma(variant: str = "e2b") -> Gemma4ForDecision:
 MODELS = {"qwen": qwen, "gemma": gemma}
 
 
-class Asker:
-    """A runner that is asked token trees."""
-
-    def __init__(self, model: ForDecision, *, pages: int = 0, slots: int = 0, host: float = 0.0) -> None:
-        item = ItemBytes.of(model)
-        gb = 2 * max(pages * item.page, slots * item.slot) / GIB
-        config = EngineConfig(device="cpu", checkpoint_gb=gb, checkpoint_host_gb=host * gb, max_round_tokens=2048)
-        self.vocab = model.config.vocab_size
-        self.runner = RoundRunner(
-            model, list(range(LABELS)), config=config, max_prompt_tokens=4096, model_name="m", namespace="n"
-        )
-        assert isinstance(self.runner.head, OptionHead)
-
-    @property
-    def store(self) -> Any:
-        return self.runner.store
-
-    def ask(self, *requests: LogitsRequest) -> list[tuple[np.ndarray, int]]:
-        """Logits and reused tokens of requests in one round."""
-        plan = self.runner.plan()
-        assert all(map(plan.add, requests))
-        results = self.runner.begin(plan).results()
-        if self.store is not None:
-            self.store.check()
-        return [(result.values_QO, result.reused_tokens) for result in results]
-
-
-def request(
-    state: Sequence[int],
-    questions: Sequence[Sequence[int]],
-    *,
-    saves: Sequence[int] = (),
-    salt: str | None = None,
-) -> LogitsRequest:
-    tree = TokenTree(list(state), tuple(TokenTree(list(question)) for question in questions))
-    reads = OptionReads.of([range(LABELS)] * len(questions))
-    prepared = PreparedRequest.of(DecisionRequest("", {}), tree, [LABELS] * len(questions), reads)
-    return LogitsRequest(
-        prepared.layout, prepared.needed, prepared.reads, prepared.shared, Reuse(len(state), tuple(saves), salt)
-    )
-
-
 def same(got: np.ndarray, want: np.ndarray) -> None:
     assert want.std() > 0.1
     assert np.abs(got - want).max() <= LOGITS_FP32 * want.std()
@@ -93,10 +42,6 @@ def askers(request: pytest.FixtureRequest) -> tuple[Asker, Asker]:
     """One with a store and one without."""
     make = MODELS[request.param]
     return Asker(make(), pages=200, slots=200), Asker(make())
-
-
-def tokens(rng: random.Random, count: int, vocab: int) -> list[int]:
-    return [rng.randrange(vocab) for _ in range(count)]
 
 
 @pytest.mark.parametrize("position", POSITIONS)
