@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from flide.models import Gemma4ForDecision, Qwen35ForDecision
+from flide.models import Gemma4ForDecision, Qwen35ForDecision, gemma4, qwen3_5
 from flide.runtime.rounds import LogitsRequest
 from tests.models.gemma4 import tiny_gemma4
+from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, request, tokens
 from tests.tiny_model import tiny_model_directory
 from tests.tolerance import LOGITS_FP32
@@ -247,3 +248,21 @@ def test_what_was_planned_and_left_out_is_not_pinned() -> None:
     for token in range(10, 18):
         kept.ask(request([token] * 90, [[1]], saves=[90]))
     assert kept.ask(one)[0][1] == 0  # evicted
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("position", [1, 2, 3, 63, 64, 65, 128])
+def test_kernels_resume_as_references_do(monkeypatch: pytest.MonkeyPatch, model: str, position: int) -> None:
+    rng = random.Random(position)
+    kept, fresh = Asker(MODELS[model](), pages=20, slots=20), Asker(MODELS[model]())
+    state = tokens(rng, position + 70, kept.vocab)
+    asked = [request(state[:total], [[1], [2, 3]], saves=[total]) for total in (position, position + 70)]
+    asked.append(asked[0])  # nothing of the trunk is computed
+    expected = [fresh.ask(one)[0][0] for one in asked]
+    run_kernels(monkeypatch, qwen3_5 if model == "qwen" else gemma4)
+    for one, want, before in zip(asked, expected, (0, position, position), strict=True):
+        ((got, reused),) = kept.ask(one)
+        assert reused == before
+        same(got, want)
