@@ -228,20 +228,23 @@ class PendingRound:
             logits_NC, run = self._logits.result()
             self._report(run, [request.layout for request in self._requests], 0)
             return [self._runner.result(request, logits) for request, logits in self._by_request(logits_NC)]
-        good = [False] * len(resumed.groups)
+        good, again = [False] * len(resumed.groups), set()
         try:
             logits_NC, run = self._logits.result()
             order = [index for group in resumed.groups for index in group]
             found = dict(zip(order, self._by_request(logits_NC, order, resumed.reused), strict=True))
-            stale = {i for number, group in enumerate(resumed.groups) if resumed.stored.is_stale(number) for i in group}
             for number, group in enumerate(resumed.groups):
-                finite = all(logits.are_finite(request.reads) for request, logits in map(found.__getitem__, group))
-                good[number] = finite and stale.isdisjoint(group)
+                wrong = [index for index in group if not found[index][1].are_finite(self._requests[index].reads)]
+                if resumed.stored.is_stale(number):
+                    again.update(group)
+                elif len(group) > 1:  # one of them may have spoilt the others
+                    again.update(wrong)
+                good[number] = not wrong and again.isdisjoint(group)
         finally:
             resumed.stored.finish(good)
         self._report(run, resumed.layouts, sum(resumed.reused))
         return [
-            self._runner.again(request) if index in stale else self._runner.result(*found[index])
+            self._runner.again(request) if index in again else self._runner.result(*found[index])
             for index, request in enumerate(self._requests)
         ]
 

@@ -266,3 +266,29 @@ def test_kernels_resume_as_references_do(monkeypatch: pytest.MonkeyPatch, model:
         ((got, reused),) = kept.ask(one)
         assert reused == before
         same(got, want)
+
+
+class Spoilt:
+    """Logits of which none is a number."""
+
+    def __init__(self, logits: Any) -> None:
+        self.logits_NC, self.run = logits.result()
+
+    def result(self) -> Any:
+        return np.full_like(self.logits_NC, np.nan), self.run
+
+
+def test_requests_that_shared_a_trunk_are_judged_alone() -> None:
+    """As on CUDA, where not-a-number in one question may spoil others of the same tree."""
+    kept = Asker(qwen(), pages=50, slots=50)
+    asked = [request([7] * 70, [[n]], saves=[70]) for n in (1, 2)]
+    expected = [Asker(qwen()).ask(one)[0][0] for one in asked]
+    plan = kept.runner.plan()
+    assert all(map(plan.add, asked))
+    round = kept.runner.begin(plan)
+    round._logits = Spoilt(round._logits)
+    results = round.results()
+    kept.store.check()
+    assert [result.reused_tokens for result in results] == [0, 70]  # what the first one, again, has saved
+    for result, want in zip(results, expected, strict=True):
+        same(result.values_QO, want)
