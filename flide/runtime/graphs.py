@@ -162,7 +162,7 @@ class CudaStreams:
             model.allocate_pools(pages=self.own_pages, parents=MAX_REQUESTS)
         else:
             self.own_pages = own_pages(max_tokens, max_prompt_tokens)
-            self.pools = CheckpointPools.within(budgets, model, own_pages=self.own_pages, parents=MAX_REQUESTS)
+            self.pools = CheckpointPools(model, budgets, own_pages=self.own_pages, parents=MAX_REQUESTS)
         self._pool_bytes = torch.cuda.memory_allocated(self._device) - before
         size, columns = arena_size(self.limit), head.num_columns
         with torch.inference_mode():  # as everything that is run later: another kind of tensor is another compilation

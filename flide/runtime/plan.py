@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flide.runtime.capacity import MAX_REQUESTS
 from flide.runtime.checkpoints.radix import key_of
 from flide.runtime.metadata import StreamCapacity
+from flide.runtime.tree import TreeLayout
 
 if TYPE_CHECKING:
     from flide.runtime.checkpoints.store import Checkpoint, CheckpointStore
@@ -50,7 +51,7 @@ class RoundPlan:
             return False
         needed, source = request.needed, None
         if self._store is not None:
-            key = key_of(request.layout.rows[0, : request.layout.trunk_length])
+            key = trunk_key(request.layout)
             source = self._store.find(request.reuse.salt, key)
             if source is not None:
                 needed = replace(needed, tokens=needed.tokens - source.length)
@@ -84,4 +85,8 @@ class RoundPlan:
         return depth == 2 or sum(parents) <= MAX_REQUESTS
 
 
-__all__ = ["RoundPlan"]
+def trunk_key(layout: TreeLayout) -> bytes:
+    return key_of(layout.rows[0, : layout.trunk_length])
+
+
+__all__ = ["RoundPlan", "trunk_key"]

@@ -6,7 +6,7 @@ Shapes: N readout rows, C columns of the head, Q questions, O most options of a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
-from flide.runtime.plan import RoundPlan
+from flide.runtime.plan import RoundPlan, trunk_key
 from flide.runtime.planner import plan_tree
 from flide.runtime.reads import OptionReads, Reads
 from flide.runtime.request import DecisionRequest, Question
@@ -357,6 +357,12 @@ class RoundRunner:
     def start(self) -> None:
         """Make ready, on the thread that will run the rounds."""
         self.streams.start()
+
+    def expect(self, requests: Iterable[Runnable]) -> None:
+        """Hear of requests that wait; on the thread that runs the rounds."""
+        if self.store is not None and self.store.has_host_tier:
+            for request in requests:
+                self.store.expect(request.reuse.salt, trunk_key(request.layout))
 
     def plan(self) -> RoundPlan:
         """A round without requests, to be planned and begun on the thread that runs the rounds."""

@@ -108,7 +108,7 @@ class Streams:
         self._compile, self.own_pages = compile, own_pages
         self.pools: CheckpointPools | None = None
         if budgets is not None:
-            self.pools = CheckpointPools.within(budgets, model, own_pages=own_pages, parents=1)
+            self.pools = CheckpointPools(model, budgets, own_pages=own_pages, parents=1)
         self.report = StartReport()
         self._step = decision_step(model, head, selective_readout=selective_readout)
         if compile:

@@ -112,7 +112,7 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
     started.set_result(None)
     waiting: deque[Job] = deque()
     running: _Round | None = None
-    while _receive(arrivals, waiting, wait=running is None) or waiting or running is not None:
+    while _receive(arrivals, waiting, runner, wait=running is None) or waiting or running is not None:
         if running is not None and not (waiting and runner.starts_ahead):
             running.finish()
             running = None
@@ -135,7 +135,7 @@ def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None
     return following
 
 
-def _receive(arrivals: _Arrivals, waiting: deque[Job], *, wait: bool) -> bool:
+def _receive(arrivals: _Arrivals, waiting: deque[Job], runner: RoundRunner, *, wait: bool) -> bool:
     """Collect what has arrived; False once nothing comes."""
     with contextlib.suppress(queue.Empty):
         while True:
@@ -144,6 +144,7 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], *, wait: bool) -> bool:
                 arrivals.put(None)  # seen again when what waits is done
                 return False
             waiting.extend(jobs)
+            runner.expect(job.prepared for job in jobs)
     return True
 
 

@@ -37,6 +37,9 @@ class Runner:
     def start(self) -> None:
         self.thread = threading.current_thread()
 
+    def expect(self, requests: Any) -> None:
+        pass
+
     def plan(self) -> RoundPlan:
         return RoundPlan(self.limit, self.max_requests)
 

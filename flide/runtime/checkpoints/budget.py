@@ -15,6 +15,7 @@ from flide.models.decision import ForDecision
 from flide.runtime.metadata import PAGE_SIZE
 
 GIB = 1 << 30
+STAGES, MOST_AT_ONCE = 4, 32  # buffers between device and host, and pages of each
 STATE_SHARE = 0.5  # of a budget, for recurrent states where a model has any: as much as keys and values
 
 
@@ -68,11 +69,18 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Of both tiers, and what a page and a slot take."""
+    """Of both tiers.
+
+    Attributes:
+        item: what a page and a slot take.
+        at_once: pages of a buffer on the device through which they go to the host and back. There are ``STAGES``
+            buffers, for as many slots, too, all of them within the device's budget.
+    """
 
     device: Budget
     host: Budget
     item: ItemBytes
+    at_once: int = 0
 
     @classmethod
     def of(cls, model: ForDecision, *, device_gb: float, host_gb: float) -> Self | None:
@@ -82,7 +90,16 @@ class Budgets:
             ValueError: see :meth:`Budget.of`.
         """
         item = ItemBytes.of(model)
-        return cls(Budget.of(device_gb, item), Budget.of(host_gb, item), item) if device_gb else None
+        if not device_gb:
+            return None
+        device, host = Budget.of(device_gb, item), Budget.of(host_gb, item)
+        if not host_gb:
+            return cls(device, host, item)
+        at_once = min(MOST_AT_ONCE, max(1, device.pages // (8 * STAGES)))
+        device = Budget(device.pages - STAGES * at_once, device.slots - STAGES)
+        if min(device.pages, device.slots) < 1:
+            raise ValueError(f"a budget of {device_gb} GB has no room for the buffers of a host tier")
+        return cls(device, host, item, at_once)
 
 
 def trunk_cost(model: ForDecision) -> Callable[[int, int], float]:

@@ -1,15 +1,17 @@
 """The memory of checkpoints: pages of keys and values, and slots of recurrent states with their windows.
 
 Layers' pools of one shape are one allocation, so that an item (a page or a slot) is copied in all of them at once.
-Shapes: L layers, X items, K items of one copy; the rest is an item of one layer.
+Shapes: L layers, X items, K items of one copy, S buffers; the rest is an item of one layer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,9 +20,7 @@ from torch import Tensor
 from flide.layers.attention import ForkAttention
 from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.models.decision import ForDecision
-from flide.runtime.checkpoints.budget import Budgets
-
-PAGES_AT_ONCE = 16  # that go through a buffer on the device on their way to the host or back
+from flide.runtime.checkpoints.budget import STAGES, Budgets
 
 Pairs: TypeAlias = Sequence[tuple[int, int]]  # (from, to)
 
@@ -28,25 +28,29 @@ Pairs: TypeAlias = Sequence[tuple[int, int]]  # (from, to)
 class CheckpointPools:
     """The pools of a model's layers, on their device, and room for copies of items on the host.
 
+    All calls come from the thread, and go to the stream, that rounds run on. What goes to the host or comes from there
+    takes its way through buffers on the device and a stream of its own, so that rounds need not wait for the link
+    unless they read what is on its way.
+
     Args:
         model: is given its pools, which never move.
-        pages, slots: of each layer; slot 0 is the zero state.
+        budgets: of checkpoints.
+        own_pages: pages that belong to the rounds: the first ones. Slot 0 is the zero state.
         parents: see :meth:`ForDecision.allocate_pools`.
-        host_pages, host_slots: on the host, page-locked where the device is a GPU.
     """
 
-    def __init__(
-        self, model: ForDecision, *, pages: int, slots: int, parents: int, host_pages: int = 0, host_slots: int = 0
-    ) -> None:
+    def __init__(self, model: ForDecision, budgets: Budgets, *, own_pages: int, parents: int) -> None:
         attention = [layer for layer in model.modules() if isinstance(layer, ForkAttention)]
         recurrent = [layer for layer in model.modules() if isinstance(layer, ForkGatedDeltaNet)]
+        device, host, at_once = budgets.device, budgets.host, budgets.at_once
+        pages, slots = own_pages + device.pages, 1 + device.slots
         likes = [layer.k_proj.weight for layer in attention]
-        kv, self._pages = _allocate(likes, [layer.kv_pool_shape(pages) for layer in attention], host_pages)
-        shapes = [layer.pool_shapes(slots) for layer in recurrent]
-        likes = [layer.A_log for layer in recurrent]
-        states, state_pools = _allocate(likes, [state for state, _ in shapes], host_slots)
+        shapes = [layer.kv_pool_shape(pages) for layer in attention]
+        kv, self._pages = _allocate(likes, shapes, host.pages, at_once)
+        both = [layer.pool_shapes(slots) for layer in recurrent]
+        states, state_pools = _allocate([x.A_log for x in recurrent], [state for state, _ in both], host.slots, 1)
         likes = [layer.conv_weight() for layer in recurrent]
-        windows, window_pools = _allocate(likes, [window for _, window in shapes], host_slots)
+        windows, window_pools = _allocate(likes, [window for _, window in both], host.slots, 1)
         self._slots = state_pools + window_pools
         for layer, pool in zip(attention, kv, strict=True):
             layer.allocate_pools(pages=pages, kv_pool=pool)
@@ -54,14 +58,11 @@ class CheckpointPools:
         for mixer, state, window in zip(recurrent, states, windows, strict=True):
             mixer.allocate_pools(slots=slots, parents=parents, scratch=scratch, state_pool=state, conv_pool=window)
             scratch = mixer.scratch
-        self._device = model.lm_head.weight.device
-
-    @classmethod
-    def within(cls, budgets: Budgets, model: ForDecision, *, own_pages: int, parents: int) -> Self:
-        """Pools of the rounds' own pages, slot 0, and behind them what the budgets have room for."""
-        device, host = budgets.device, budgets.host
-        sizes = {"host_pages": host.pages, "host_slots": host.slots, "parents": parents}
-        return cls(model, pages=own_pages + device.pages, slots=1 + device.slots, **sizes)
+        self._device, self._at_once = model.lm_head.weight.device, max(1, at_once)
+        on_gpu = self._device.type == "cuda" and host.slots > 0
+        self._link = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._free = [[torch.cuda.Event() for _ in range(STAGES)] if on_gpu else [] for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._turns = itertools.count()
 
     def copy_pages(self, pairs: Pairs) -> None:
         """Copy pages on the device."""
@@ -71,28 +72,59 @@ class CheckpointPools:
                 pool.device_LX.index_copy_(1, to_K, pool.device_LX.index_select(1, from_K))
 
     def offload(self, pages: Pairs, slot: tuple[int, int]) -> None:
-        """Copy pages and a slot to the host: (there, here) each. They are there when the device has come so far."""
-        for pools, pairs in self._parts(pages, slot):
+        """Copy pages and a slot to the host: (there, here) each. The device's may be overwritten by what comes next."""
+        for pools, pairs, stage, free in self._parts(pages, slot):
             from_K, _ = self._indices(pairs)
+            self._wait(free)
             for pool in pools:
-                taken_KL = pool.device_LX.index_select(1, from_K).transpose(0, 1).contiguous()
-                for k, (_, to) in enumerate(pairs):
-                    pool.host_XL[to].copy_(taken_KL[k], non_blocking=True)
+                pool.stages_SKL[stage, : len(pairs)].copy_(pool.device_LX.index_select(1, from_K).transpose(0, 1))
+            with self._on_link(free):
+                for pool in pools:
+                    for k, (_, to) in enumerate(pairs):
+                        pool.host_XL[to].copy_(pool.stages_SKL[stage, k], non_blocking=True)
 
     def restore(self, pages: Pairs, slot: tuple[int, int]) -> None:
-        """Copy pages and a slot back from the host: (from the host's, to the device's) each."""
-        for pools, pairs in self._parts(pages, slot):
+        """Copy pages and a slot back from the host: (from the host's, to the device's) each. What comes next finds
+        them there."""
+        for pools, pairs, stage, free in self._parts(pages, slot):
             _, to_K = self._indices(pairs)
+            with self._on_link(free, first=free):
+                for pool in pools:
+                    for k, (source, _) in enumerate(pairs):
+                        pool.stages_SKL[stage, k].copy_(pool.host_XL[source], non_blocking=True)
+            self._wait(free)
             for pool in pools:
-                taken_KL = pool.host_XL.new_empty((len(pairs), *pool.host_XL.shape[1:]), device=self._device)
-                for k, (source, _) in enumerate(pairs):
-                    taken_KL[k].copy_(pool.host_XL[source], non_blocking=True)
-                pool.device_LX.index_copy_(1, to_K, taken_KL.transpose(0, 1))
+                pool.device_LX.index_copy_(1, to_K, pool.stages_SKL[stage, : len(pairs)].transpose(0, 1))
+            if free is not None:
+                free.record()
 
-    def _parts(self, pages: Pairs, slot: tuple[int, int]) -> Iterator[tuple[list[_Pool], Pairs]]:
-        for begin in range(0, len(pages), PAGES_AT_ONCE):
-            yield self._pages, pages[begin : begin + PAGES_AT_ONCE]
-        yield self._slots, [slot]
+    def _parts(
+        self, pages: Pairs, slot: tuple[int, int]
+    ) -> Iterator[tuple[list[_Pool], Pairs, int, torch.cuda.Event | None]]:
+        """What is copied at once, through which buffer, and the event after which that is free."""
+        parts = [(self._pages, pages[i : i + self._at_once], 0) for i in range(0, len(pages), self._at_once)]
+        for pools, pairs, kind in [*parts, (self._slots, [slot], 1)]:
+            stage = next(self._turns) % STAGES
+            yield pools, pairs, stage, self._free[kind][stage] if self._link is not None else None
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        """Have the rounds' stream wait."""
+        if event is not None:
+            event.wait()
+
+    @contextlib.contextmanager
+    def _on_link(self, done: torch.cuda.Event | None, *, first: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Copy on the link's stream after ``first``, by default after all that the rounds' stream was given."""
+        if self._link is None or done is None:
+            yield
+            return
+        if first is None:
+            self._link.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            self._link.wait_event(first)
+        with torch.cuda.stream(self._link):
+            yield
+            done.record()
 
     def _indices(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         on_gpu = self._device.type == "cuda"
@@ -103,13 +135,17 @@ class CheckpointPools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pool:
-    """Layers' pools of one shape: ``[L, X, ...]`` on the device, ``[X, L, ...]``, item by item, on the host."""
+    """Layers' pools of one shape: ``[L, X, ...]`` on the device, ``[X, L, ...]``, item by item, on the host, and
+    ``[STAGES, K, L, ...]`` buffers between them."""
 
     device_LX: Tensor
     host_XL: Tensor
+    stages_SKL: Tensor
 
 
-def _allocate(likes: list[Tensor], shapes: list[tuple[int, ...]], host_items: int) -> tuple[list[Tensor], list[_Pool]]:
+def _allocate(
+    likes: list[Tensor], shapes: list[tuple[int, ...]], host_items: int, at_once: int
+) -> tuple[list[Tensor], list[_Pool]]:
     """A zeroed pool for each layer, of its dtype and on its device, and the allocations that they are part of."""
     kinds = [(shape, like.dtype, like.device) for shape, like in zip(shapes, likes, strict=True)]
     parts: dict[int, Tensor] = {}
@@ -122,7 +158,9 @@ def _allocate(likes: list[Tensor], shapes: list[tuple[int, ...]], host_items: in
         parts |= {i: torch.from_dlpack(joint_LX[k]) for k, i in enumerate(members)}
         on_gpu = device.type == "cuda" and host_items > 0
         host = torch.zeros(host_items, len(members), *shape[1:], dtype=dtype, pin_memory=on_gpu)
-        pools.append(_Pool(joint_LX, host))
+        num_buffers = at_once if host_items else 0
+        stages = joint_LX.new_zeros(STAGES, num_buffers, len(members), *shape[1:])
+        pools.append(_Pool(joint_LX, host, stages))
     return [parts[i] for i in range(len(kinds))], pools
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,11 @@ from flide.runtime.checkpoints.radix import TOKEN_BYTES, RadixNode, RadixTree
 from flide.runtime.checkpoints.stats import CheckpointStats
 from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE, TrunkCache
 
+logger = logging.getLogger("flide.engine")
+
+MOST_EXPECTED = (
+    0.25  # of the device's pages or slots, for what is brought there ahead: more would drive out one another
+)
 DEVICE, HOST = 0, 1  # tiers
 Cost: TypeAlias = Callable[[int, int], float]  # of computing a trunk's tokens ``begin`` to ``end``
 
@@ -156,6 +162,7 @@ class CheckpointStore:
             _Tier(budgets.host, first_page=0, first_slot=0),
         )
         self._trees: dict[_Where, RadixTree[Checkpoint]] = {}
+        self._expected: set[Checkpoint] = set()  # brought here for requests that wait
         self._stamps = itertools.count()
         self._counts = Counter(dict.fromkeys(COUNTS, 0))
 
@@ -168,10 +175,27 @@ class CheckpointStore:
                 continue
             self._pin(found)
             if found.tier == DEVICE or self._move(found, DEVICE):
+                self._expected.discard(found)
                 self._check_lengths(found)
                 return found
             self.release(found)
         return None
+
+    def expect(self, salt: str | None, key: bytes) -> None:
+        """Begin to bring to the device what a trunk that waits will resume from."""
+        budget, pages = self._tiers[DEVICE].budget, sum(x.pages.num_pages for x in self._expected)
+        if max(pages / budget.pages, len(self._expected) / budget.slots) > MOST_EXPECTED:
+            return
+        before = self._counts["restores"]
+        found = self.find(salt, key)
+        if found is not None:
+            self.release(found)
+            if self._counts["restores"] > before:
+                self._expected.add(found)
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self._tiers[HOST].budget.slots > 0
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Undo a pin."""
@@ -305,12 +329,16 @@ class CheckpointStore:
             run.numbers[to] = [here.pages.pop() for _ in _numbers([run], origin)]
         slot = here.slots.pop()
         pairs = [*zip(pages, _numbers(missing, to), strict=True)]
-        if to == HOST:
-            self._pools.offload(pairs, (checkpoint.slot, slot))
-            self.count(offloads=1)
-        else:
-            self._pools.restore(pairs, (checkpoint.slot, slot))
-            self.count(restores=1)
+        copy = self._pools.offload if to == HOST else self._pools.restore
+        try:
+            copy(pairs, (checkpoint.slot, slot))
+        except Exception:  # the thread that plans rounds must go on
+            logger.exception("a checkpoint could not be moved")
+            here.slots.append(slot)
+            self._leave(checkpoint.pages, to)
+            return False
+        self.count(**{("restores", "offloads")[to]: 1})
+        self._expected.discard(checkpoint)
         self._free_slot(checkpoint)
         self._leave(checkpoint.pages, origin)
         checkpoint.tier, checkpoint.slot = to, slot
@@ -319,6 +347,7 @@ class CheckpointStore:
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         checkpoint.gone, checkpoint.stamp = True, -1
+        self._expected.discard(checkpoint)
         tree = self._trees[checkpoint.where]
         tree.remove(checkpoint.node)
         if not tree:

@@ -292,3 +292,40 @@ def test_requests_that_shared_a_trunk_are_judged_alone() -> None:
     assert [result.reused_tokens for result in results] == [0, 70]  # what the first one, again, has saved
     for result, want in zip(results, expected, strict=True):
         same(result.values_QO, want)
+
+
+def test_what_waits_is_brought_to_the_device() -> None:
+    kept = Asker(qwen(), pages=40, slots=8, host=2.0)
+    rng = random.Random(1006)
+    asked = [request(tokens(rng, 200, kept.vocab), [[1]], saves=[200]) for _ in range(12)]
+    for one in asked:
+        kept.ask(one)
+    stats = kept.store.stats()
+    assert (stats.evictions, stats.restores) == (0, 0)
+    assert stats.host_checkpoints > 2
+    kept.runner.expect(asked)
+    kept.store.check()
+    restores = kept.store.stats().restores
+    assert 1 <= restores < 6
+    for one in asked[:restores]:
+        assert kept.ask(one)[0][1] == 200
+    assert kept.store.stats().restores == restores
+    assert not kept.store._expected
+
+
+def test_a_checkpoint_that_cannot_be_moved_stays_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Asker(qwen(), pages=20, slots=4, host=2.0)
+    rng = random.Random(1007)
+    asked = [request(tokens(rng, 200, kept.vocab), [[1]], saves=[200]) for _ in range(12)]
+    for one in asked:
+        kept.ask(one)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept.runner.streams.pools, "offload", fail)
+        patch.setattr(kept.runner.streams.pools, "restore", fail)
+        assert kept.ask(asked[0])[0][1] == 0  # it stays on the host
+    assert kept.store.stats().evictions > 0
+    assert kept.ask(asked[0])[0][1] == 200
