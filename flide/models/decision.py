@@ -236,6 +236,23 @@ class ForDecision(nn.Module):
                 module.allocate_pools(slots=slots, parents=parents, scratch=scratch)
                 scratch = module.scratch
 
+    def belong_to(self, owner: object | None) -> None:
+        """Be run by ``owner`` alone, who gives the model pools, or, for None, by anyone, without pools. Those of an
+        earlier owner are dropped.
+
+        Raises:
+            ValueError: it belongs to another one.
+        """
+        if self.pools_owner is not None and self.pools_owner() is not None:
+            raise ValueError("the model belongs to another engine, which reads and writes its pools")
+        if self.pools_owner is None and owner is None:
+            return
+        self.pools_owner = None if owner is None else weakref.ref(owner)
+        for module in self.modules():
+            for name in ("kv_pool", "state_pool", "conv_pool", "scratch"):
+                if isinstance(module, ForkAttention | ForkGatedDeltaNet) and hasattr(module, name):
+                    setattr(module, name, None)
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Device memory of one trunk token's keys and values, in all layers together."""

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -139,9 +138,7 @@ class CudaStreams:
     ) -> None:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
-        if model.pools_owner is not None and model.pools_owner() is not None:
-            raise ValueError("the model belongs to another engine, whose graphs write to its pools")
-        model.pools_owner = weakref.ref(self)
+        model.belong_to(self)
         cached_pages = 0 if budgets is None else max(MIN_CACHED_PAGES, -(-max_prompt_tokens // PAGE_SIZE))
         self.capacities = capacity_ladder(max_tokens, depth=depth, cached_pages=cached_pages)
         self.limit = self.capacities[-1]

@@ -38,7 +38,7 @@ class StartReport:
         capture_seconds: all graphs, their warm-up included.
         graphs: how many there are.
         graph_bytes: device memory reserved for them.
-        pool_bytes: device memory of the KV pages and scratch states.
+        pool_bytes: device memory of the KV pages and scratch states, those of checkpoints included.
     """
 
     compile_seconds: float = 0.0
@@ -107,6 +107,7 @@ class Streams:
     ) -> None:
         self._compile, self.own_pages = compile, own_pages
         self.pools: CheckpointPools | None = None
+        model.belong_to(None if budgets is None else self)
         if budgets is not None:
             self.pools = CheckpointPools(model, budgets, own_pages=own_pages, parents=1)
         self.report = StartReport()

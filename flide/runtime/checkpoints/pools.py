@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,7 +21,7 @@ from torch import Tensor
 from flide.layers.attention import ForkAttention
 from flide.layers.gated_delta import ForkGatedDeltaNet
 from flide.models.decision import ForDecision
-from flide.runtime.checkpoints.budget import STAGES, Budgets
+from flide.runtime.checkpoints.budget import GIB, STAGES, Budgets
 
 Pairs: TypeAlias = Sequence[tuple[int, int]]  # (from, to)
 
@@ -102,8 +103,10 @@ class CheckpointPools:
         self, pages: Pairs, slot: tuple[int, int]
     ) -> Iterator[tuple[list[_Pool], Pairs, int, torch.cuda.Event | None]]:
         """What is copied at once, through which buffer, and the event after which that is free."""
+        parts: list[tuple[list[_Pool], Pairs, int]]
         parts = [(self._pages, pages[i : i + self._at_once], 0) for i in range(0, len(pages), self._at_once)]
-        for pools, pairs, kind in [*parts, (self._slots, [slot], 1)]:
+        parts += [(self._slots, [slot], 1)] if self._slots else []
+        for pools, pairs, kind in parts:
             stage = next(self._turns) % STAGES
             yield pools, pairs, stage, self._free[kind][stage] if self._link is not None else None
 
@@ -156,17 +159,27 @@ def _allocate(
         joint_LX = _zeros((len(members), *shape), dtype, device)
         # Each with a storage of its own: inputs that share one are to the compiler as if they overlapped.
         parts |= {i: torch.from_dlpack(joint_LX[k]) for k, i in enumerate(members)}
-        on_gpu = device.type == "cuda" and host_items > 0
-        host = torch.zeros(host_items, len(members), *shape[1:], dtype=dtype, pin_memory=on_gpu)
+        host = _zeros((host_items, len(members), *shape[1:]), dtype, torch.device("cpu"))
+        if device.type == "cuda" and host_items:
+            _lock(host)
         num_buffers = at_once if host_items else 0
         stages = joint_LX.new_zeros(STAGES, num_buffers, len(members), *shape[1:])
         pools.append(_Pool(joint_LX, host, stages))
     return [parts[i] for i in range(len(kinds))], pools
 
 
+def _lock(tensor: Tensor) -> None:
+    """Page-lock a tensor for as long as there is it. (What torch allocates page-locked has a power of two in bytes.)"""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cannot page-lock {tensor.nbytes / GIB:.3g} GB of host memory: CUDA error {int(code)}")
+    weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr()).atexit = False
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On a CPU, memory that is not there before it is used: a longest prompt has many pages."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 

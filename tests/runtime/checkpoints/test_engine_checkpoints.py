@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
-from tests.tiny_model import tiny_engine
+from flide.models import Qwen35ForDecision
+from flide.runtime.tokenizer import PromptTokenizer
+from tests.tiny_model import tiny_engine, tiny_model_directory
 from tests.tolerance import PROBABILITY_FP32
 
 QUESTIONS = {
@@ -141,15 +143,16 @@ def test_bad_options_of_a_request_are_refused(keeping: Engine, options: Any) -> 
         keeping.decide([DecisionRequest("s", QUESTIONS, **options)])
 
 
-def test_one_by_one_and_all_at_once_give_the_same_answers(engine: Engine) -> None:
+@pytest.mark.parametrize("count", [32, pytest.param(500, marks=pytest.mark.slow)])
+def test_one_by_one_and_many_at_once_give_the_same_answers(engine: Engine, count: int) -> None:
     rng = random.Random(6)
     states = [words(rng, 30)]
     requests = []
-    for _ in range(32):
+    for _ in range(count):
         state = rng.choice(states)
-        if rng.random() < 0.8:
+        if rng.random() < 0.8 and len(state) < 4000:
             state += words(rng, rng.choice([1, 10, 60]))
-            states.append(state)
+            states = [*states[-20:], state]
         questions = rng.choice([QUESTIONS, MORE, {**MORE, **QUESTIONS}])
         requests.append(DecisionRequest(state, questions, cache_salt=rng.choice([None, "a"])))
     expected = engine.decide(requests)
@@ -157,8 +160,10 @@ def test_one_by_one_and_all_at_once_give_the_same_answers(engine: Engine) -> Non
     with tiny_engine(config) as one, tiny_engine(config) as many:
         for got, want in zip([one.decide([request])[0] for request in requests], expected, strict=True):
             answers_agree(got, want)
-        for got, want in zip(many.decide(requests), expected, strict=True):
-            answers_agree(got, want)
+        for begin in range(0, count, 64):
+            some = slice(begin, begin + 64)
+            for got, want in zip(many.decide(requests[some]), expected[some], strict=True):
+                answers_agree(got, want)
         for found in (one, many):
             found._store.check()
             stats = found.checkpoint_stats()
@@ -189,3 +194,21 @@ def test_a_compiled_engine_resumes_without_another_compilation(engine: Engine) -
             answers_agree(got, want)
         assert compiled.checkpoint_stats().hits >= 4
     assert counters["unique_graphs"] - before == 1
+
+
+def test_a_model_belongs_to_one_engine_that_keeps_checkpoints() -> None:
+    directory = tiny_model_directory()
+    model = Qwen35ForDecision.from_pretrained(directory)
+    tokenizer = PromptTokenizer.from_pretrained(directory)
+    keeping, plain = EngineConfig(device="cpu", checkpoint_gb=0.01), EngineConfig(device="cpu")
+    request = DecisionRequest("some state", QUESTIONS)
+
+    def ask(config: EngineConfig) -> Any:
+        with Engine(model, tokenizer, config) as engine:
+            for other in (keeping, plain) if config is keeping else ():
+                with pytest.raises(ValueError, match="belongs to another engine"):
+                    Engine(model, tokenizer, other)
+            return engine.decide([request])[0].answers
+
+    expected = ask(plain)
+    assert ask(keeping) == ask(plain) == ask(keeping) == expected
