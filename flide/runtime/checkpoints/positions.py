@@ -11,7 +11,7 @@ from flide.runtime.request import DecisionRequest, Value
 from flide.runtime.tokenizer import PromptTokenizer
 
 WINDOW = 256  # characters before a place that are read to find its token: a safe boundary is among them
-NEAR = 32  # tokens: of two places that are so close the first is enough
+NEAR = 32  # tokens: of two places that are so close the first is enough, and the beginning of a trunk needs none
 
 _PROBE = "\x00"  # a state of its own, to see what a format puts behind one
 
@@ -41,15 +41,18 @@ class Reuse:
         if request.checkpoint is False or not end:
             return cls(end, (), request.cache_salt)
         found = _tokens_before(_places(request, encoded.text, format), encoded.text, end, format.tokenizer)
-        places = sorted(place for place in found if 0 < place < end)
-        if not places or end - places[-1] > NEAR:
+        places = sorted({place for place in found if NEAR < place < end})
+        if end - (places[-1] if places else 0) > NEAR:
             places.append(end)
-        return cls(end, tuple(dict.fromkeys(places)), request.cache_salt)
+        return cls(end, tuple(places), request.cache_salt)
 
 
 def _places(request: DecisionRequest, text: str, format: DecisionFormat) -> list[int]:
     """Characters of the state's text that stay when the state grows, or its last message is another one."""
-    behind = format.state_text(_PROBE).rpartition(_PROBE)[2]
+    try:
+        behind = format.state_text(_PROBE).rpartition(_PROBE)[2]
+    except Exception:  # noqa: BLE001 - a format of a user's own, whose states are of another kind
+        return []
     body = text.removesuffix(behind)
     if len(body) == len(text) and behind:
         return []

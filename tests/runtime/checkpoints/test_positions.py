@@ -1,0 +1,91 @@
+"""Where checkpoints are worth having: before all that a longer state would change."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from flide import DecisionRequest, Noul
+from flide.runtime.checkpoints.positions import NEAR, Reuse
+from flide.runtime.format import DecisionFormat
+from flide.runtime.openjev import OpenJevFormat
+from flide.runtime.prompt import ChatFormat
+from flide.runtime.tokenizer import PromptTokenizer
+from tests.tiny_tokenizer import wrap
+from tests.tokenizer_families import FAMILIES, OTHERS
+
+PROSE = "the order is late, a b word (12) don't. "
+MORE = ["", ".", "s", " and more", "\n\nQuestion: ", "12", '"', "\u0301", "  ", "\u4f60"]
+FORMATS = {"chat": ChatFormat, "open-jev": OpenJevFormat}
+
+
+@functools.cache
+def tokenizer(family: str) -> PromptTokenizer:
+    return PromptTokenizer(wrap({**FAMILIES, **OTHERS}[family]()))
+
+
+def reuse(format: DecisionFormat, state: Any, **options: Any) -> tuple[Reuse, list[int]]:
+    request = DecisionRequest(state, {"q": Noul("Is it done?"), "r": Noul("Is it stuck?")}, **options)
+    encoded = format.encode(request)
+    found = Reuse.of(request, encoded, format)
+    assert len(found.saves) <= 4
+    assert list(found.saves) == sorted(set(found.saves))
+    return found, encoded.shared
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma-like"])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("more", MORE)
+def test_a_text_that_grows_keeps_the_tokens_before_its_place(family: str, kind: str, more: str) -> None:
+    format = FORMATS[kind](tokenizer(family))
+    for repeats in (10, 11):
+        state = PROSE * repeats + more
+        found, shared = reuse(format, state)
+        place = found.saves[0]
+        assert len(shared) - place < 60
+        for longer in MORE:
+            assert reuse(format, state + longer)[1][:place] == shared[:place]
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma-like"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_messages_keep_the_tokens_before_the_last_one_and_before_their_end(family: str, wrapped: bool) -> None:
+    format = ChatFormat(tokenizer(family))
+
+    def ask(count: int, last: str, **options: Any) -> tuple[Reuse, list[int]]:
+        messages = [{"role": "user", "content": f"{n} {PROSE * 4}"} for n in range(count)] + [{"content": last}]
+        return reuse(format, {"a": 1, "messages": messages} if wrapped else messages, **options)
+
+    found, shared = ask(3, PROSE * 3)
+    before, end = found.saves
+    assert ask(3, "another one")[1][:before] == shared[:before]
+    longer = [{"role": "user", "content": f"{n} {PROSE * 4}"} for n in range(3)] + [{"content": PROSE * 3}, {"x": "y"}]
+    assert reuse(format, {"a": 1, "messages": longer} if wrapped else longer)[1][:end] == shared[:end]
+    hinted = ask(3, PROSE * 3, checkpoint=1)[0].saves
+    assert set(found.saves) < set(hinted)
+    assert ask(1, "another one")[1][: hinted[0]] == shared[: hinted[0]]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_tokenizers_without_boundaries_have_places_too(family: str) -> None:
+    found, shared = reuse(ChatFormat(tokenizer(family), style="question"), PROSE * 20)
+    assert found.saves
+    assert all(NEAR < place <= len(shared) for place in found.saves)
+
+
+def test_nothing_is_kept_of_what_is_short_or_not_wanted() -> None:
+    format = ChatFormat(tokenizer("qwen3.5"))
+    assert reuse(format, "")[0].saves == ()
+    found, shared = reuse(format, PROSE * 9, checkpoint=False, cache_salt="x")
+    assert found == Reuse(len(shared), (), "x")
+
+
+def test_a_format_that_takes_other_states_keeps_their_end() -> None:
+    class Keys(ChatFormat):
+        def state_text(self, state: Any) -> str:
+            return ", ".join(state.keys()) + "\n"
+
+    found, shared = reuse(Keys(tokenizer("qwen3.5")), {PROSE * 9: 1})
+    assert found.saves == (len(shared),)
