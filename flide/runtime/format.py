@@ -37,8 +37,9 @@ class EncodedRequest:
     """The isolated prompts of one request, with what they share held once: ``shared + tails[i]`` is the i-th.
 
     Attributes:
-        shared: token ids that all prompts begin with. Tails may begin alike, too: where the tokenizer's cuts are safe,
-            this part depends on the state and the format, not on the questions.
+        shared: token ids that all prompts begin with, an int32 array where text was encoded. Tails may begin alike,
+            too: where the tokenizer's cuts are safe, this part depends on the state and the format, not on the
+            questions.
         tails: the other token ids, one list per prompt, question by question in the request's order.
         num_options: how many options each question has.
         num_prompts: how many prompts each question has: one, or with candidates one for each.
@@ -47,7 +48,7 @@ class EncodedRequest:
         text: what every prompt's message begins with.
     """
 
-    shared: list[int]
+    shared: Sequence[int]
     tails: list[list[int]]
     num_options: list[int]
     num_prompts: list[int]
@@ -57,7 +58,7 @@ class EncodedRequest:
     @property
     def prompts(self) -> list[list[int]]:
         """Every prompt in full, for reading: a long state is copied for each question."""
-        return [self.shared + tail for tail in self.tails]
+        return [[*self.shared, *tail] for tail in self.tails]
 
 
 def temperature_of_type(question: Question, temperatures: Mapping[str, float]) -> float:

@@ -7,6 +7,7 @@ are: three levels, where two would run the question once for every candidate.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -54,7 +55,8 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1
     if not prompts or min(prompt.most_shared for prompt in prompts) < 0:
         raise ValueError("every prompt needs a row to read behind the state")
     cut = _shared(prompts)
-    trunk = [*encoded.shared, *prompts[0].tokens[:cut]]
+    trunk = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
+    trunk.extend(prompts[0].tokens[:cut])
     rest = [prompt.behind(cut) for prompt in prompts]
     sizes = encoded.num_prompts
     if depth > 2 and max(sizes) > 1 and len(sizes) < MAX_REQUESTS:

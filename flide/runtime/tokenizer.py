@@ -7,6 +7,7 @@ import os
 import re
 import string
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
+from flide.runtime.prefix_ids import PrefixIds
 from flide.runtime.text_cuts import cuts_of
 from flide.runtime.word_ids import WordIds
 
@@ -79,6 +81,7 @@ class PromptTokenizer:
         if self._cuts is None:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
         self._words = WordIds(self._encode, self._may_be_text)
+        self._beginnings = PrefixIds(self._cuts) if self._cuts else None
         self._lock = threading.Lock()
         self._labels: list[Label] | None = None
         if not self._encode(["a"])[0]:
@@ -156,47 +159,55 @@ class PromptTokenizer:
         Raises:
             RequestError: a text is not valid Unicode, is longer than can be tokenized, or yields a control token.
         """
-        pieces, owners = [], []
+        return self._encode_pieces([[text] for text in texts])
+
+    def _encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        """``encode_plain`` of each piece of texts that are given in pieces, one after the other."""
         ids: list[list[int]] = []
-        for index, text in enumerate(texts):
-            known = self._words.ids(text) if self._cuts else None
-            ids.append(known or [])
-            if known is None:
-                for piece in self._cuts.cut(text) if self._cuts else [text]:
-                    pieces.append(piece)
-                    owners.append(index)
-        for owner, piece_ids in zip(owners, self._encode(pieces) if pieces else (), strict=True):
-            if not self._may_be_text(piece_ids):
+        unknown, owners = [], []
+        for pieces in texts:
+            found = self._words.ids(pieces) if self._cuts else [None] * len(pieces)
+            for piece, known in zip(pieces, found, strict=True):
+                for part in () if known is not None else self._cuts.cut(piece) if self._cuts else (piece,):
+                    unknown.append(part)
+                    owners.append(len(ids))
+                ids.append(known or [])
+        for owner, part_ids in zip(owners, self._encode(unknown) if unknown else (), strict=True):
+            if not self._may_be_text(part_ids):
                 raise _refusal("the text contains a control token of the model", "control_token")
-            ids[owner] += piece_ids
+            ids[owner] += part_ids
         return ids
 
     def _may_be_text(self, ids: Sequence[int]) -> bool:
         return not self._forbidden_ids or self._forbidden_ids.isdisjoint(ids)
 
-    def encode_prompts(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-        """Encode ``shared + tail`` for every tail and ``shared`` only once.
+    def encode_prompts(self, shared: str, tails: Sequence[str]) -> tuple[array[int], list[list[int]]]:
+        """Encode ``shared + tail`` for every tail, and ``shared`` only once.
 
-        Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone.
+        Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone, and what
+        ``shared`` has in common with an earlier one is not encoded again.
 
         Returns:
-            ``(shared_ids, tail_ids)`` with ``shared_ids + tail_ids[i] == encode_plain([shared + tails[i]])[0]``.
+            ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and lists of the others, such that
+            ``[*shared_ids, *tail_ids[i]] == encode_plain([shared + tails[i]])[0]``.
 
         Raises:
             RequestError: as ``encode_plain``.
         """
-        if self._cuts:
+        if self._cuts and self._beginnings:
             kept = self._cuts.last_cut(shared)
-            first, *rest = self.encode_plain([shared[:kept], *(shared[kept:] + tail for tail in tails)])
-            return first, rest
+            beginning = self._beginnings.find(shared[:kept])
+            ids = self._encode_pieces([beginning.pieces, *([shared[kept:] + tail] for tail in tails)])
+            count = len(beginning.pieces)
+            return self._beginnings.keep(beginning, ids[:count]), ids[count:]
         first, *rest = self.encode_plain([shared, *(shared + tail for tail in tails)])
         # An unknown character can swallow what follows it; even so every tail keeps a token, if it can.
         length = min(len(os.path.commonprefix([first, *rest])), max(0, min(map(len, rest), default=0) - 1))
-        return first[:length], [ids[length:] for ids in rest]
+        return array("i", first[:length]), [ids[length:] for ids in rest]
 
     def encode_chat(
         self, shared: str, tails: Sequence[str], *, escape: bool = True
-    ) -> tuple[list[int], list[list[int]]]:
+    ) -> tuple[array[int], list[list[int]]]:
         """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
 
         Args:
@@ -205,7 +216,7 @@ class PromptTokenizer:
                 users' text can hold control tokens.
 
         Returns:
-            ``(shared_ids, tail_ids)``; ``shared_ids + tail_ids[i]`` is the prompt that the chat template gives.
+            ``(shared_ids, tail_ids)``; ``[*shared_ids, *tail_ids[i]]`` is the prompt that the chat template gives.
         """
         if not escape and tails and self._holds_added_tokens(shared, tails):
             return self._encode_rendered(shared, tails)
@@ -220,7 +231,7 @@ class PromptTokenizer:
             if not shared:
                 tails = [tail.lstrip() for tail in tails]
         shared_ids, tail_ids = self.encode_prompts(frame.head_text + shared, [tail + frame.tail_text for tail in tails])
-        return [*frame.head_ids, *shared_ids], [[*ids, *frame.tail_ids] for ids in tail_ids]
+        return array("i", frame.head_ids) + shared_ids, [[*ids, *frame.tail_ids] for ids in tail_ids]
 
     def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:
         """Whether a message, with the plain text that the template puts next to it, holds the text of an added token.
@@ -235,7 +246,7 @@ class PromptTokenizer:
             texts += [normalizer.normalize_str(text) for text in texts if not text.isascii() and _is_unicode(text)]
         return any(self._added.search(text) for text in texts)
 
-    def _encode_rendered(self, shared: str, tails: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    def _encode_rendered(self, shared: str, tails: Sequence[str]) -> tuple[array[int], list[list[int]]]:
         """Whole prompts as the tokenizer reads their strings, split where the shared text ends or tokens differ."""
         try:
             rendered = [self._render(shared + tail) for tail in (*tails, "")]
@@ -244,7 +255,7 @@ class PromptTokenizer:
         *prompts, ends = _encode_batch(self._full, rendered)
         length = len(os.path.commonprefix([*prompts, ends]))
         length = min(length, min(map(len, prompts)) - 1)
-        return prompts[0][:length], [prompt[length:] for prompt in prompts]
+        return array("i", prompts[0][:length]), [prompt[length:] for prompt in prompts]
 
     def labels(self, count: int) -> list[Label]:
         """The first ``count`` labels: A-Z, a-z, 0-9, then printable tokens in id order; each a single, distinct token.
@@ -321,7 +332,7 @@ class PromptTokenizer:
     def _check_frame(self) -> None:
         for content in NEIGHBOURS:
             shared, (rest,) = self.encode_chat("", [content])
-            if shared + rest != self._full.encode(self._render(content), add_special_tokens=False).ids:
+            if [*shared, *rest] != self._full.encode(self._render(content), add_special_tokens=False).ids:
                 raise CheckpointError("the tokenizer's control tokens change the text next to them")
 
     def _render(self, content: str) -> str:

@@ -5,8 +5,8 @@ Only for tokenizers that ``text_cuts.cuts_of`` knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+import itertools
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from flide.runtime.text_cuts import words
@@ -31,16 +31,27 @@ class WordIds:
         self._known: dict[str, list[int]] = {}
         self._characters = 0
 
-    def ids(self, text: str) -> list[int] | None:
-        """The token ids of a text; None if too little of it is known, or something in it is to be looked at again."""
-        pieces = words(text)
-        found = list(map(self._known.get, pieces))
-        if None in found:
-            new = list(dict.fromkeys(piece for piece, ids in zip(pieces, found, strict=True) if ids is None))
-            most = len(pieces) // NEW_SHARE + NEW_AT_LEAST
-            learnt = self._learn([piece for piece in new[:most] if len(piece) <= LONGEST])
-            found = [learnt.get(piece) if ids is None else ids for piece, ids in zip(pieces, found, strict=True)]
-        return None if None in found else list(chain.from_iterable(cast(list[list[int]], found)))
+    def ids(self, pieces: Sequence[str]) -> list[list[int] | None]:
+        """The token ids of each piece of one text; None if too little of it is known, or something in it is to be
+        looked at again."""
+        split = [words(piece) for piece in pieces]
+        found = [list(map(self._known.get, parts)) for parts in split]
+        if any(None in ids for ids in found):
+            self._look_again(split, found)
+        return [
+            None if None in ids else list(itertools.chain.from_iterable(cast(list[list[int]], ids))) for ids in found
+        ]
+
+    def _look_again(self, split: Sequence[list[str]], found: Sequence[list[list[int] | None]]) -> None:
+        """Learn some of the words that were not found, and fill those in."""
+        most = sum(map(len, split)) // NEW_SHARE + NEW_AT_LEAST
+        new: dict[str, None] = {}
+        for parts, ids in zip(split, found, strict=True):
+            if len(new) < most:
+                new.update((part, None) for part, known in zip(parts, ids, strict=True) if known is None)
+        learnt = self._learn([part for part in itertools.islice(new, most) if len(part) <= LONGEST])
+        for parts, ids in zip(split, found, strict=True):
+            ids[:] = [learnt.get(part) if known is None else known for part, known in zip(parts, ids, strict=True)]
 
     def _learn(self, new: list[str]) -> dict[str, list[int]]:
         """Ids of new words."""

@@ -555,7 +555,7 @@ def test_the_answer_is_read_where_the_template_ends(directory: Path) -> None:
     """Behind the closed, empty thought channel where the template of the model has one."""
     tokenizer = PromptTokenizer.from_pretrained(directory)
     shared, (tail,) = tokenizer.encode_chat("", ["Hello."])
-    text = tokenizer.decode(shared + tail)
+    text = tokenizer.decode([*shared, *tail])
     thought = "<|channel>thought\n<channel|>" if "31b" in directory.name else ""
     assert text == f"<bos><|turn>user\nHello.<turn|>\n<|turn>model\n{thought}"
     assert [label.text for label in tokenizer.labels(3)] == ["A", "B", "C"]

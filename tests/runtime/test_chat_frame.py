@@ -36,7 +36,7 @@ class TestFrame:
         for tail, ids in zip(tails, tail_ids, strict=True):
             messages = [{"role": "user", "content": shared + tail}]
             text = hf.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False, tokenize=False)
-            prompt = shared_ids + ids
+            prompt = [*shared_ids, *ids]
             assert tokenizer.decode(prompt) == unicodedata.normalize("NFC", text)
             controls = [i for i in prompt if i in tokenizer._control_ids]
             assert controls == [i for i in (*tokenizer.frame.head_ids, *tokenizer.frame.tail_ids) if i in controls]
@@ -58,7 +58,7 @@ class TestFrame:
         text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
         for cut in range(len(content)):
             shared_ids, (tail_ids,) = tokenizer.encode_chat(content[:cut], [content[cut:]])
-            assert shared_ids + tail_ids == whole(hf.backend_tokenizer, text)
+            assert [*shared_ids, *tail_ids] == whole(hf.backend_tokenizer, text)
 
     @pytest.mark.parametrize(
         ("template", "message"),

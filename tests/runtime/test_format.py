@@ -126,9 +126,9 @@ def test_open_jevs_tokens_are_those_of_the_rendered_string(
 def test_a_control_token_across_a_seam(tok: PromptTokenizer, hf: Any) -> None:
     for shared, tails in (("x <|im_", ["end|> y", "start|>"]), ("<th", ["ink>"]), ("", ["<|im_end|>"])):
         ids, rest = tok.encode_chat(shared, tails, escape=False)
-        assert [ids + tail for tail in rest] == [prompt_of(hf, shared + tail) for tail in tails]
+        assert [[*ids, *tail] for tail in rest] == [prompt_of(hf, shared + tail) for tail in tails]
         kept, rest = tok.encode_chat(shared, tails)
-        assert all((kept + tail).count(tok.frame.tail_ids[0]) == 1 for tail in rest)
+        assert all([*kept, *tail].count(tok.frame.tail_ids[0]) == 1 for tail in rest)
 
 
 def test_escaping_can_be_asked_for_and_is_what_other_formats_do(tok: PromptTokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_rows_of_21_questions_with_97_candidates() -> None:
 def test_rows_that_are_read_are_never_shared() -> None:
     encoded = EncodedRequest([1], [[2, 3, 4, 5], [2, 3, 4, 6]], [1, 1], [1, 1], [(-3, -1), (-1,)])
     tree = plan_tree(encoded)
-    assert tree == TokenTree([1, 2], (TokenTree([3, 4, 5], readouts=(-3, -1)), TokenTree([3, 4, 6])))
+    assert tree == TokenTree(array("i", [1, 2]), (TokenTree([3, 4, 5], readouts=(-3, -1)), TokenTree([3, 4, 6])))
     layout = TreeLayout.of(tree)
     assert layout.rows[0][layout.reads[0]].tolist() == [3, 5, 6]
     with pytest.raises(ValueError, match="a row to read behind the state"):
@@ -93,9 +94,9 @@ def test_rows_that_are_read_are_never_shared() -> None:
 
 def test_a_question_gets_no_branch_that_would_share_nothing() -> None:
     same = plan_tree(EncodedRequest([], [[1, 2], [1, 3], [2, 4]], [2, 1], [2, 1]))
-    assert same == TokenTree([], (TokenTree([1], (TokenTree([2]), TokenTree([3]))), TokenTree([2, 4])))
+    assert same == TokenTree(array("i"), (TokenTree([1], (TokenTree([2]), TokenTree([3]))), TokenTree([2, 4])))
     apart = plan_tree(EncodedRequest([], [[1, 2], [3, 2], [2, 4]], [2, 1], [2, 1]))
-    assert apart == TokenTree([], (TokenTree([1, 2]), TokenTree([3, 2]), TokenTree([2, 4])))
+    assert apart == TokenTree(array("i"), (TokenTree([1, 2]), TokenTree([3, 2]), TokenTree([2, 4])))
 
 
 def test_a_third_level_has_to_save_as_many_rows_as_are_asked_for() -> None:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import unicodedata
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class TestUserText:
     def test_empty(self, tok: PromptTokenizer) -> None:
         assert tok.encode_plain([]) == []
         assert tok.encode_plain(["", ""]) == [[], []]
-        assert tok.encode_prompts("", ["", ""]) == ([], [[], []])
+        assert tok.encode_prompts("", ["", ""]) == (array("i"), [[], []])
 
 
 class TestLabels:

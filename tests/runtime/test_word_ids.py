@@ -72,11 +72,25 @@ def test_a_text_is_looked_up_once_its_words_are_known() -> None:
     encode = Counting()
     known = WordIds(encode, lambda ids: True)
     text = "so the order came and the box is broken"
-    assert known.ids(text) == [ord(c) for c in text]
+    assert known.ids([text]) == [[ord(c) for c in text]]
     encode.seen.clear()
     again = "so the box came and the order is broken"
-    assert known.ids(again) == [ord(c) for c in again]
+    assert known.ids([again]) == [[ord(c) for c in again]]
     assert not encode.seen
+
+
+def test_pieces_of_a_text_are_looked_up_each_by_itself() -> None:
+    encode = Counting()
+    known = WordIds(encode, lambda ids: True)
+    old = "so the order came and the box is broken"
+    known.ids([old])
+    unknown = " ".join("abcdefghij"[i] * (1 + i) for i in range(10)) * 20
+    assert known.ids([old, "the order " + "z" * (LONGEST + 1), old]) == [
+        [ord(c) for c in old],
+        None,
+        [ord(c) for c in old],
+    ]
+    assert known.ids([unknown]) == [[ord(c) for c in unknown]]
 
 
 def test_new_words_are_few_of_what_a_text_costs() -> None:
@@ -84,11 +98,11 @@ def test_new_words_are_few_of_what_a_text_costs() -> None:
     known = WordIds(encode, lambda ids: True)
     rng = random.Random(0)
     text = " ".join("".join(rng.choices("abcdefghij", k=9)) for _ in range(2000))
-    assert known.ids(text) is None
+    assert known.ids([text]) == [None]
     assert len(encode.seen) <= 2000 // NEW_SHARE + NEW_AT_LEAST
     for _ in range(NEW_SHARE + 1):
-        found = known.ids(text)
-    assert found == [ord(c) for c in text], "a text that comes again is learnt in the end"
+        found = known.ids([text])
+    assert found == [[ord(c) for c in text]], "a text that comes again is learnt in the end"
 
 
 @pytest.mark.parametrize(("words", "characters"), [(50, 1 << 20), (1 << 15, 900)])
@@ -99,7 +113,7 @@ def test_what_is_kept_is_bounded(words: int, characters: int, monkeypatch: pytes
     for number in range(500):
         letters = "".join(chr(97 + int(digit)) for digit in str(number))
         text = f"word{letters} of {letters}ing, {letters} end"
-        assert known.ids(text) == [ord(c) for c in text]
+        assert known.ids([text]) == [[ord(c) for c in text]]
         largest = max(largest, len(known._known))
         assert len(known._known) <= words
         assert sum(map(len, known._known)) <= characters
@@ -108,14 +122,14 @@ def test_what_is_kept_is_bounded(words: int, characters: int, monkeypatch: pytes
 
 def test_what_is_too_long_is_left_to_others() -> None:
     encode = Counting()
-    assert WordIds(encode, lambda ids: True).ids("a " + "y" * (LONGEST + 1) + " end") is None
+    assert WordIds(encode, lambda ids: True).ids(["a " + "y" * (LONGEST + 1) + " end"]) == [None]
     assert max(map(len, encode.seen)) <= LONGEST
 
 
 def test_what_may_not_be_kept_is_looked_at_each_time() -> None:
     known = WordIds(Counting(), lambda ids: len(ids) != 1)
-    assert known.ids("a b c") is None
-    assert known.ids("a b c") is None
+    assert known.ids(["a b c"]) == [None]
+    assert known.ids(["a b c"]) == [None]
 
 
 def test_a_lone_surrogate_is_refused_among_known_words() -> None:

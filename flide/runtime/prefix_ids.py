@@ -1,0 +1,125 @@
+"""Token ids of what texts begin with, kept: of a text that has grown, only what is new is encoded.
+
+A text is known block by block, each behind the blocks before it, and found again by its characters. The ids of a block
+end at the last safe boundary in it, so that they depend on nothing behind it.
+
+Only for tokenizers that ``text_cuts.cuts_of`` knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flide.runtime.text_cuts import Cuts
+
+__all__ = ["Beginning", "PrefixIds"]
+
+BLOCK = 1024  # characters
+MOST_BLOCKS = 1 << 14  # that are kept: some 50 MB of English text
+LARGEST_SHARE = 4  # a text keeps at most one in so many of these
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block of a text.
+
+    Attributes:
+        key: the number of the block before it (0 for none), and its own characters.
+        number: its own.
+        cut: where in the text its ids end.
+        ids: of the text from the cut of the block before it on.
+    """
+
+    key: tuple[int, str]
+    number: int
+    cut: int
+    ids: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A text of which something may be known.
+
+    Attributes:
+        text: the whole of it.
+        pieces: what is not known, in pieces whose ids make up those of all: new blocks, then what is behind the last.
+    """
+
+    text: str
+    pieces: list[str]
+    _known: list[_Block]
+    _cuts: list[int]  # where new blocks end
+
+
+class PrefixIds:
+    """Remembers the token ids of texts. Threads may share it.
+
+    Args:
+        cuts: safe boundaries of the tokenizer.
+    """
+
+    def __init__(self, cuts: Cuts) -> None:
+        self._cuts = cuts
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        # The last ones were used last, and of one text those that it begins with: what is behind a block goes first.
+        self._blocks: OrderedDict[tuple[int, str], _Block] = OrderedDict()
+
+    def find(self, text: str) -> Beginning:
+        """What is known of a text, and what is not."""
+        if len(text) < BLOCK:
+            return Beginning(text, [text], [], [])
+        known: list[_Block] = []
+        number = cut = 0
+        end = min(len(text) // BLOCK, MOST_BLOCKS // LARGEST_SHARE) * BLOCK
+        with self._lock:
+            for start in range(0, end, BLOCK):
+                block = self._blocks.get((number, text[start : start + BLOCK]))
+                if block is None:
+                    break
+                known.append(block)
+                number, cut = block.number, block.cut
+        pieces, cuts = [], []
+        for start in range(len(known) * BLOCK, end, BLOCK):
+            # A boundary is seen by what follows it, which has to lie in the block, too.
+            found = self._cuts.last.match(text, start, start + BLOCK)
+            before, cut = cut, found.end() if found else cut
+            pieces.append(text[before:cut])
+            cuts.append(cut)
+        return Beginning(text, [*pieces, text[cut:]], known, cuts)
+
+    def keep(self, beginning: Beginning, ids: Sequence[list[int]]) -> array[int]:
+        """Remember a text.
+
+        Args:
+            beginning: what ``find`` said of it.
+            ids: of each of its pieces.
+
+        Returns:
+            The ids of the whole text, int32.
+        """
+        text, known = beginning.text, beginning._known
+        arrays = [array("i", piece) for piece in ids]
+        if len(text) < BLOCK:
+            return arrays[0]
+        keys = []
+        number = 0
+        with self._lock:
+            for block in known:
+                self._blocks.setdefault(block.key, block)  # it may have had to go meanwhile
+                number = block.number
+                keys.append(block.key)
+            for start, cut, piece in zip(itertools.count(len(known) * BLOCK, BLOCK), beginning._cuts, arrays):  # noqa: B905
+                key = number, text[start : start + BLOCK]
+                number = self._blocks.setdefault(key, _Block(key, next(self._numbers), cut, piece)).number
+                keys.append(key)
+            for key in reversed(keys):
+                self._blocks.move_to_end(key)
+            while len(self._blocks) > MOST_BLOCKS:
+                self._blocks.popitem(last=False)
+        return array("i", b"".join([*(block.ids for block in known), *arrays]))
