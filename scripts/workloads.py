@@ -1,7 +1,7 @@
 """Request shapes: the fixed ones that figures are given for, and seeded ones with the spread of real data.
 
-The tables are token counts measured on RACE-M, QuALITY, MultiRC and Decision Index with the Qwen3.5 tokenizer, template
-included. ``python -m scripts.workloads`` prints the means.
+The tables are token counts measured on RACE-M, QuALITY, MultiRC, Decision Index and SWE-agent's published trajectories
+with the Qwen3.5 tokenizer, template included. ``python -m scripts.workloads`` prints the means.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flide.runtime import TokenTree
@@ -98,6 +98,11 @@ DECISION_INDEX = {
     "HomeAppliance": (160, 120, 70, 18.1),
     "ContractNLI": (123, 2200, 70, 17),
 }
+AGENT_QUESTIONS = (24, 26, 25, 58, 47)  # at each step: done? stuck? an error? the next action of 6, the risk of 5
+FIRST_STATE = (math.log(1900), 0.22, 1000, 3000)  # mean and deviation of the logarithm, least, most
+GROWTH = (math.log(268), 1.263, 60, 6400)  # of a state by a step: what the agent said and what it saw
+DEMONSTRATION, WITH_DEMONSTRATION = (5600, 9400), 2 / 22  # in front of the first state of some trajectories
+STEPS = (11, 4.4, 4, 40)  # of a trajectory: mean, deviation, least, most
 SEEDED = ("race", "race_all", "quality", "quality_all", "multirc", "decision_index")
 
 
@@ -112,6 +117,26 @@ def realistic(name: str, *, seed: int = 0) -> Iterator[Shape]:
     rng = random.Random(f"{name}:{seed}")
     while True:
         yield _decision_index(rng) if name == "decision_index" else _reading(name, rng)
+
+
+def trajectories(*, seed: int = 0) -> Iterator[list[Shape]]:
+    """Endless trajectories of an agent, step by step: each state is the one before it and whole messages more. The same
+    seed gives the same ones."""
+    rng = random.Random(f"agent:{seed}")
+    while True:
+        state = _clamped(rng.lognormvariate, FIRST_STATE)
+        if rng.random() < WITH_DEMONSTRATION:
+            state += rng.randint(*DEMONSTRATION)
+        steps = [Shape(state, AGENT_QUESTIONS)]
+        for _ in range(_clamped(rng.gauss, STEPS) - 1):
+            state += _clamped(rng.lognormvariate, GROWTH)
+            steps.append(Shape(state, AGENT_QUESTIONS))
+        yield steps
+
+
+def _clamped(draw: Callable[[float, float], float], parameters: tuple[float, float, int, int]) -> int:
+    mean, deviation, least, most = parameters
+    return round(min(max(draw(mean, deviation), least), most))
 
 
 def _reading(name: str, rng: random.Random) -> Shape:
@@ -154,3 +179,11 @@ if __name__ == "__main__":
             f"  question {sum(branches) / len(branches):5.0f}  questions {len(branches) / len(shapes):5.1f}"
             f"  rows {sum(s.rows for s in shapes) / len(shapes):7.0f}"
         )
+    agents = list(itertools.islice(trajectories(), 2000))
+    states = [step.trunk for steps in agents for step in steps]
+    growth = [b.trunk - a.trunk for steps in agents for a, b in itertools.pairwise(steps)]
+    print(
+        f"{'agent':15} state {sum(states) / len(states):7.0f}  growth {sum(growth) / len(growth):5.0f}"
+        f"  steps {len(states) / len(agents):5.1f}  below 4k {sum(n < 4000 for n in states) / len(states):.2f}"
+        f"  from 8k {sum(n >= 8000 for n in states) / len(states):.2f}"
+    )
