@@ -71,11 +71,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model directory or Hub id (default: the tiny model in the package)")
     add_base_option(parser)
     add_escape_option(parser)
+    add_checkpoint_options(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument(
         "--compile", action="store_true", help="compile the model first: takes up to a minute, pays off for long files"
     )
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``EngineConfig`` for checkpoints."""
+    text = "GiB on the model's device for checkpoints: states that begin like earlier ones resume (default: 0, none)"
+    parser.add_argument("--checkpoint-gb", metavar="N", type=float, default=0.0, help=text)
+    text = "GiB of the host's memory for those that have no place there (default: 0)"
+    parser.add_argument("--checkpoint-host-gb", metavar="N", type=float, default=0.0, help=text)
 
 
 def add_base_option(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +141,8 @@ def open_engine(arguments: argparse.Namespace, temperatures: dict[str, float] | 
         graphs=graphs,
         temperatures=temperatures,
         escape_control_tokens=arguments.escape_control_tokens,
+        checkpoint_gb=arguments.checkpoint_gb,
+        checkpoint_host_gb=arguments.checkpoint_host_gb,
     )
     if arguments.model is not None:
         return Engine.from_pretrained(arguments.model, config, base=arguments.base)

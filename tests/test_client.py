@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -135,6 +136,14 @@ def test_a_body_is_a_request_too_and_no_key_is_none() -> None:
     assert "authorization" not in seen[0].headers
     assert decide(handler, []) == []
     assert len(seen) == 1
+
+
+def test_cache_options_are_sent_and_what_was_reused_is_read() -> None:
+    extras = {"shared_tokens": 5, "reused_tokens": 7}
+    handler, seen = answering(httpx.Response(200, json={**ANSWER, "x_flide": extras}))
+    (decision,) = decide(handler, [replace(REQUEST, cache_salt="team", checkpoint=3)])
+    assert json.loads(seen[0].content)["x_flide"] == {"cache_salt": "team", "checkpoint": 3}
+    assert (decision.usage.shared_tokens, decision.usage.reused_tokens) == (5, 7)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,13 @@ class DecisionRequest:
     def to_dict(self) -> dict[str, Any]:
         """The System One body; nested values are shared, not copied."""
         questions = {question_id: question.to_dict() for question_id, question in self.questions.items()}
-        return {"model": self.model, "state": self.state, "questions": questions}
+        body = {"model": self.model, "state": self.state, "questions": questions}
+        extras: dict[str, Any] = {}
+        if self.cache_salt is not None:
+            extras["cache_salt"] = self.cache_salt
+        if self.checkpoint is not True:
+            extras["checkpoint"] = self.checkpoint
+        return {**body, "x_flide": extras} if extras else body
 
 
 def _question_dict(type_name: str, instructions: Value, criteria: Value) -> dict[str, Any]:

@@ -22,6 +22,8 @@ MAX_VALUES = 1_000_000  # strings, numbers, objects, ... of one body
 MAX_OPTIONS = 255  # of a choice
 MAX_LEVELS = 10  # of a score
 MAX_SALT = 256  # characters
+MAX_CHECKPOINT = (1 << 31) - 1
+CACHE_OPTIONS = ("cache_salt", "checkpoint")  # of ``DecisionRequest``, in ``x_flide`` of a body
 MAX_ERRORS = 20  # reported at once
 
 _LOC_CHARS = 100
@@ -77,12 +79,25 @@ def parse_request(request: DecisionRequest | Mapping[str, Any]) -> DecisionReque
     return replace(parsed, cache_salt=request.cache_salt, checkpoint=request.checkpoint)
 
 
+def _parse_extras(extras: Any, problems: _Problems) -> dict[str, Any]:
+    """Check ``x_flide`` of a body, and return the cache options in it."""
+    if extras is None or extras is _INVALID:
+        return {}
+    if not isinstance(extras, dict):
+        problems.add(("x_flide",), "Input should be an object or null", "dict_type")
+        return {}
+    given = {name: extras[name] for name in CACHE_OPTIONS if extras.get(name) is not None}
+    check_cache_options(given.get("cache_salt"), given.get("checkpoint", True), ("x_flide",), problems)
+    return given
+
+
 def check_cache_options(cache_salt: Any, checkpoint: Any, loc: tuple[str, ...], problems: _Problems) -> None:
     """Check ``DecisionRequest.cache_salt`` and ``checkpoint``, whose place is ``loc``."""
-    if cache_salt is not None and not (isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT):
+    is_salt = isinstance(cache_salt, str) and 0 < len(cache_salt) <= MAX_SALT and _is_unicode(cache_salt)
+    if not (is_salt or cache_salt is None or cache_salt is _INVALID):
         message = f"Input should be null or a string of 1 to {MAX_SALT} characters"
         problems.add((*loc, "cache_salt"), message, "string_type")
-    if not isinstance(checkpoint, int) or not 0 <= checkpoint < 1 << 31:
+    if checkpoint is not _INVALID and not (isinstance(checkpoint, int) and 0 <= checkpoint <= MAX_CHECKPOINT):
         message = "Input should be true, false or how many messages or characters of the state to keep"
         problems.add((*loc, "checkpoint"), message, "int_type")
 
@@ -123,8 +138,9 @@ def parse_body(body: Any) -> DecisionRequest:
             result = _parse_question(question, ("questions", question_id), problems)
             if result is not None:
                 parsed[question_id] = result
+    options = _parse_extras(fields.get("x_flide"), problems)
     problems.check()
-    return DecisionRequest(state=state, questions=parsed, model=model)
+    return DecisionRequest(state=state, questions=parsed, model=model, **options)
 
 
 def _parse_question(fields: Any, loc: tuple[str, ...], problems: _Problems) -> Question | None:
@@ -279,6 +295,8 @@ def _loc(path: _Path) -> list[str | int]:
 
 def _field(loc: Sequence[Any]) -> Sequence[Any]:
     """The part of a location that the contract names; what lies deeper are names of the user's own content."""
+    if loc and loc[0] == "x_flide":
+        return loc[:2]
     if not loc or loc[0] != "questions":
         return loc[:1]
     return loc[:4] if len(loc) > 2 and loc[2] == "criteria" else loc[:3]

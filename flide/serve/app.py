@@ -91,7 +91,7 @@ class DecisionServer:
         return _Envelope(starlette, self.config)
 
     async def systemone(self, request: Request) -> Response:
-        decision, headers = await self._decide(request, self._prepare)
+        decision, headers = await self._decide(request, functools.partial(self._prepare, request.state.key))
         return _Json({**decision.to_dict(), **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def decisions(self, request: Request) -> Response:
@@ -103,10 +103,10 @@ class DecisionServer:
             parsed = parse_json(body)
             if is_systemone(parsed):
                 request.state.refusal = _refusal
-                return self._admit(parse_body(parsed))
+                return self._admit(parse_body(parsed), request.state.key)
             translated = translate(parsed)
             try:
-                return self._admit(translated.request)
+                return self._admit(translated.request, request.state.key)
             except RequestError as error:
                 raise in_this_shape(error) from None
 
@@ -182,14 +182,16 @@ class DecisionServer:
         except RequestError as error:
             raise faults.invalid(error) from None
 
-    def _prepare(self, body: bytes) -> PreparedRequest:
-        return self._admit(parse_body(parse_json(body)))
+    def _prepare(self, key: str, body: bytes) -> PreparedRequest:
+        return self._admit(parse_body(parse_json(body)), key)
 
-    def _admit(self, request: DecisionRequest) -> PreparedRequest:
+    def _admit(self, request: DecisionRequest, key: str) -> PreparedRequest:
         self._check_model(request.model)
         if len(request.questions) > self.config.max_questions:
             message = f"Input should have at most {self.config.max_questions} questions, not {len(request.questions)}"
             raise RequestError([{"loc": place("questions"), "msg": message, "type": "too_long"}])
+        if self.config.keys is not None and not self.config.share_checkpoints:
+            request = replace(request, cache_salt=json.dumps([key, request.cache_salt]))
         return self.backend.reader.encode(request)
 
     def _check_model(self, name: str) -> None:

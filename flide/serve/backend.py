@@ -83,6 +83,7 @@ class LocalBackend:
             waiting=lambda: self.scheduler.waiting,
             waiting_tokens=lambda: self.scheduler.waiting_tokens,
             running_tokens=lambda: self.scheduler.running_tokens,
+            checkpoints=engine.checkpoint_stats,
         )
         self._unobserve: Callable[[], None] | None = None
 

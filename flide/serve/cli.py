@@ -12,6 +12,7 @@ from typing import Any
 
 from flide.console import (
     add_base_option,
+    add_checkpoint_options,
     add_escape_option,
     add_import_option,
     add_temperature_options,
@@ -58,6 +59,9 @@ def add_parser(commands: Any) -> None:
         "processes that read requests and write answers for the one that has the model (default: 0, it does so itself)"
     )
     parser.add_argument("--frontends", metavar="N", type=int, default=0, help=text)
+    add_checkpoint_options(parser)
+    text = "let requests of different keys resume from each other's states, which their times and x_flide then tell"
+    parser.add_argument("--share-checkpoints", action="store_true", help=text)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="text", choices=["text", "json"])
     add_escape_option(parser)
@@ -98,6 +102,7 @@ def serve(arguments: argparse.Namespace) -> int:
         keys=keys,
         insecure=arguments.insecure,
         root_path=arguments.root_path,
+        share_checkpoints=arguments.share_checkpoints,
         **{name: value for name, value in given.items() if value is not None},
     )
     logs = Logs(arguments.log_level, arguments.log_format)
@@ -112,6 +117,8 @@ def serve(arguments: argparse.Namespace) -> int:
         max_request_tokens=arguments.max_request_tokens,
         temperatures=temperatures or None,
         escape_control_tokens=arguments.escape_control_tokens,
+        checkpoint_gb=arguments.checkpoint_gb,
+        checkpoint_host_gb=arguments.checkpoint_host_gb,
     )
     if arguments.base is not None and arguments.model is None:
         raise FlideError("--base belongs to a --model that builds upon it")

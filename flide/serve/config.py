@@ -27,6 +27,8 @@ class ServeConfig:
         max_body_bytes: of a body as sent, and of what it unpacks to.
         max_bodies_bytes: of all bodies that are read at the same time, by one process.
         max_questions: of one request.
+        share_checkpoints: let requests of different keys resume from each other's states. Whoever has a key could then
+            tell from the time of an answer, and from its ``reused_tokens``, what others have asked about.
         stuck_after: seconds that the engine may end nothing before ``/ready`` says that it hangs.
     """
 
@@ -45,6 +47,7 @@ class ServeConfig:
     max_body_bytes: int = 32 << 20
     max_bodies_bytes: int = 512 << 20
     max_questions: int = 4096
+    share_checkpoints: bool = False
     stuck_after: float = 60.0
 
     def __post_init__(self) -> None:

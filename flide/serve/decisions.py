@@ -8,8 +8,8 @@
 messages is the array ``[{"role": ..., "content": ...}, ...]``, in which no text can pass for a message. Parts of a
 message, and of instructions, are lines; JSON parts are written as JSON. Only text can be read.
 
-Fields that are not of the shape are ignored, and so are ``prompt_cache_key``, ``prompt_cache_options`` and
-``safety_identifier``.
+``x_flide`` is as in System One's shape. Other fields that are not of the shape are ignored, and so are
+``prompt_cache_key``, ``prompt_cache_options`` and ``safety_identifier``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flide.errors import RequestError
 from flide.runtime.decision import Answer, ChoiceAnswer, Decision, NoulAnswer
 from flide.runtime.prompt import render_value
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score, Value
-from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS, MAX_VALUES, parse_request, place
+from flide.runtime.wire import CACHE_OPTIONS, MAX_LEVELS, MAX_OPTIONS, MAX_VALUES, parse_request, place
 from flide.serve.faults import Fault
 
 ROLES = ("user", "assistant", "developer", "system")
@@ -49,7 +49,7 @@ class Translated:
     values: list[list[str | bool]]
 
     def response(self, decision: Decision) -> dict[str, Any]:
-        """The body of the response. Nothing is cached between requests, and no question is refused."""
+        """The body of the response. No question is refused."""
         usage = decision.usage
         return {
             "model": decision.model,
@@ -59,7 +59,7 @@ class Translated:
             ],
             "usage": {
                 "input_tokens": usage.input_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.output_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.input_tokens + usage.output_tokens,
@@ -99,8 +99,11 @@ def translate(body: Any) -> Translated:
         parsed[str(index)], options = _question(fields, loc)
         names.append(name)
         values.append(options)
+    extras = body.get("x_flide")
+    _check(extras, dict | None, "an object or null", ("x_flide",))
+    cache = {name: extras[name] for name in CACHE_OPTIONS if extras.get(name) is not None} if extras else {}
     try:
-        request = parse_request(DecisionRequest(state, parsed, model))
+        request = parse_request(DecisionRequest(state, parsed, model, **cache))
     except RequestError as error:
         raise in_this_shape(error) from None
     return Translated(request, names, values)
@@ -112,6 +115,8 @@ def in_this_shape(error: RequestError) -> RequestError:
     def moved(loc: Sequence[str | int]) -> list[str | int]:
         if list(loc[1:2]) == ["state"]:
             return place("input")
+        if loc[1:] and loc[1] in CACHE_OPTIONS:
+            return place("x_flide", loc[1])
         return place("questions", *(int(part) for part in loc[2:3])) if list(loc[1:2]) == ["questions"] else [*loc]
 
     return RequestError([{**entry, "loc": moved(entry["loc"])} for entry in error.errors])
@@ -148,6 +153,7 @@ _CODES = {
     "dict_type": "invalid_type",
     "list_type": "invalid_type",
     "string_type": "invalid_type",
+    "int_type": "invalid_type",
     "too_short": "array_below_min_length",
     "too_long": "array_above_max_length",
     "json_invalid": "invalid_json",

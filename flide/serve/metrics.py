@@ -7,7 +7,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from flide.runtime.checkpoints.stats import CheckpointStats
 from flide.runtime.rounds import RoundReport
+from flide.serve.checkpoint_metrics import CheckpointMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 REQUESTS = tuple(2.0**n for n in range(9))  # of a round
@@ -30,11 +32,16 @@ class Metrics:
     """Counters of one server.
 
     Args:
-        waiting, waiting_tokens, running_tokens: what to read when asked.
+        waiting, waiting_tokens, running_tokens, checkpoints: what to read when asked.
     """
 
     def __init__(
-        self, *, waiting: Callable[[], float], waiting_tokens: Callable[[], float], running_tokens: Callable[[], float]
+        self,
+        *,
+        waiting: Callable[[], float],
+        waiting_tokens: Callable[[], float],
+        running_tokens: Callable[[], float],
+        checkpoints: Callable[[], CheckpointStats | None] = lambda: None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
 
@@ -62,6 +69,7 @@ class Metrics:
             ("flide_running_tokens", "Tokens that the engine was given", running_tokens),
         ):
             Gauge(name, text, registry=registry).set_function(read)
+        registry.register(CheckpointMetrics(checkpoints))
 
     def request(self, route: str, status: int) -> None:
         self._answers.labels(route, str(status)).inc()

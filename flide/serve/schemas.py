@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flide.runtime.wire import MAX_LEVELS, MAX_OPTIONS
+from flide.runtime.wire import MAX_CHECKPOINT, MAX_LEVELS, MAX_OPTIONS, MAX_SALT
 from flide.serve.decisions import ROLES
 
 
@@ -54,6 +54,7 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                     "minProperties": 1,
                     "maxProperties": max_questions,
                 },
+                "x_flide": reference("Options"),
                 "assets": {"enum": [None, {}, [], "", False, 0], "description": "Nothing: only text can be read."},
             },
             required=["model", "state", "questions"],
@@ -72,6 +73,26 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                 "x_flide": reference("Extras"),
             }
         ),
+        "Options": {
+            "type": ["object", "null"],
+            "properties": {
+                "cache_salt": {
+                    "type": ["string", "null"],
+                    "minLength": 1,
+                    "maxLength": MAX_SALT,
+                    "description": "Requests with different salts share no state that was computed before.",
+                },
+                "checkpoint": {
+                    "type": ["boolean", "integer", "null"],
+                    "minimum": 0,
+                    "maximum": MAX_CHECKPOINT,
+                    "description": (
+                        "Where the state is kept for later requests: true at its end, a number also after so many "
+                        "messages or characters, false nowhere."
+                    ),
+                },
+            },
+        },
         "Extras": _object(
             {
                 "model_hash": {"type": "string", "description": "Names all that decides an answer of this model."},
@@ -97,7 +118,9 @@ def schemas(names: Sequence[str], max_questions: int) -> dict[str, Any]:
                 "model": model,
                 "input": {"anyOf": [string, listed(reference("Message"))]},
                 "questions": listed(by_type("Predicate", "TypedChoice", "LabelledScore"), max_questions),
-            }
+                "x_flide": reference("Options"),
+            },
+            required=["model", "input", "questions"],
         ),
         "Message": _object(
             {

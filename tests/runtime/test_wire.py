@@ -15,7 +15,7 @@ import pytest
 from flide.errors import RequestError
 from flide.runtime.request import Choice, DecisionRequest, Noul, Score
 from flide.runtime.strict_json import MAX_DEPTH, parse_json
-from flide.runtime.wire import MAX_ERRORS, MAX_LEVELS, MAX_OPTIONS, parse_body, parse_request
+from flide.runtime.wire import MAX_CHECKPOINT, MAX_ERRORS, MAX_LEVELS, MAX_OPTIONS, MAX_SALT, parse_body, parse_request
 from tests.refusals import check_errors, nested, refusals
 
 MISSING = object()
@@ -63,6 +63,24 @@ def noul(criteria: Any) -> dict[str, Any]:
         pytest.param(body(questions={}), [(("questions",), "too_short")], id="no-questions"),
         pytest.param(body(questions=[{"type": "noul"}]), [(("questions",), "dict_type")], id="questions-array"),
         pytest.param(body(assets={"a": {"type": "image"}}), [(("assets",), "value_error")], id="assets"),
+        pytest.param(body(x_flide="fast"), [(("x_flide",), "dict_type")], id="extras-string"),
+        pytest.param(body(x_flide=[]), [(("x_flide",), "dict_type")], id="extras-array"),
+        *(
+            pytest.param(body(x_flide={"cache_salt": salt}), [(("x_flide", "cache_salt"), "string_type")])
+            for salt in ("", "x" * (MAX_SALT + 1), 7, True, ["a"], {"a": "b"})
+        ),
+        *(
+            pytest.param(body(x_flide={"checkpoint": place}), [(("x_flide", "checkpoint"), "int_type")])
+            for place in (-1, MAX_CHECKPOINT + 1, 1.0, "end", [3], {})
+        ),
+        pytest.param(
+            body(x_flide={"checkpoint": "a", "cache_salt": 1}),
+            [(("x_flide", "cache_salt"), "string_type"), (("x_flide", "checkpoint"), "int_type")],
+            id="extras-both",
+        ),
+        pytest.param(
+            body(x_flide={"cache_salt": "\ud800"}), [(("x_flide", "cache_salt"), "string_unicode")], id="salt"
+        ),
         pytest.param(body("noul"), [(("questions", "q"), "dict_type")], id="question-string"),
         pytest.param(body({}), [(("questions", "q"), "union_tag_not_found")], id="no-type"),
         pytest.param(body({"type": "rank"}), [(("questions", "q"), "union_tag_invalid")], id="unknown-type"),
@@ -214,6 +232,10 @@ def test_many_problems_in_one_place_are_one_entry() -> None:
         pytest.param(choice(dict.fromkeys(map(str, range(MAX_OPTIONS)))), id="255-options"),
         pytest.param(score(["a"]), id="one-level"),
         pytest.param(score([["a"], {"b": None}, ""]), id="structured-levels"),
+        pytest.param(body(x_flide={"cache_salt": "team \u00e9"}), id="salt"),
+        pytest.param(body(x_flide={"cache_salt": "x" * MAX_SALT, "checkpoint": False}), id="salt-and-checkpoint"),
+        pytest.param(body(x_flide={"checkpoint": 0}), id="checkpoint-0"),
+        pytest.param(body(x_flide={"checkpoint": MAX_CHECKPOINT}), id="checkpoint-number"),
         pytest.param(body(state=nested(MAX_DEPTH - 1)), id="deepest-arrays"),
         pytest.param(body(state=nested(MAX_DEPTH - 1, kind=dict)), id="deepest-objects"),
     ],
@@ -230,6 +252,9 @@ def test_body_within_the_contract_survives_unchanged(value: dict[str, Any]) -> N
     [
         pytest.param(body(seed=1, x_trace_id={"a": [1]}), id="unknown-fields"),
         pytest.param(body({"type": "noul", "weight": 2}), id="unknown-question-fields"),
+        pytest.param(body(x_flide=None), id="null-extras"),
+        pytest.param(body(x_flide={"reused_tokens": 7, "cache_salt": None, "checkpoint": None}), id="other-extras"),
+        pytest.param(body(x_flide={"checkpoint": True}), id="checkpoint-as-it-is"),
         pytest.param(body(assets={}), id="empty-assets"),
         pytest.param(body(assets=None), id="null-assets"),
         pytest.param(body({"type": "noul", "instructions": None, "criteria": None}), id="nulls"),
@@ -274,6 +299,18 @@ def test_result_does_not_change_with_the_body() -> None:
 
 
 # --- parse_request
+
+
+def test_cache_options_of_objects_are_those_of_bodies() -> None:
+    for salt, place in (("a", True), (None, False), ("a", 3), (None, 0)):
+        request = DecisionRequest("s", {"q": Noul()}, cache_salt=salt, checkpoint=place)
+        parsed = parse_body(request.to_dict())
+        assert parsed == parse_request(request) == parse_request(parsed)
+        assert (parsed.cache_salt, parsed.checkpoint) == (salt, place)
+        assert type(parsed.checkpoint) is type(place)
+    for options in ({"cache_salt": ""}, {"cache_salt": "\ud800"}, {"checkpoint": None}, {"checkpoint": -1}):
+        (found,) = refusals(parse_request, DecisionRequest("s", {"q": Noul()}, **options))
+        assert found[0] == tuple(options)
 
 
 def test_objects_and_bodies_parse_to_the_same_request() -> None:

@@ -71,6 +71,9 @@ def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) ->
         (("--port", "70000"), "port"),
         (("--model", "/nonexistent"), "nonexistent"),
         (("--temperature", "0"), "temperature"),
+        (("--checkpoint-gb", "-1"), "checkpoint_gb"),
+        (("--checkpoint-gb", "nan"), "checkpoint_gb"),
+        (("--checkpoint-host-gb", "1"), "checkpoint_host_gb needs checkpoint_gb"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_code_2(

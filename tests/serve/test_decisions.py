@@ -188,6 +188,13 @@ def test_fields_of_openai_that_change_nothing_are_taken() -> None:
     assert translate({**BODY, **more}) == translate(BODY)
 
 
+def test_cache_options_are_those_of_system_one() -> None:
+    for options in ({"cache_salt": "a", "checkpoint": 2}, {"checkpoint": False}, {"cache_salt": None}, {"x": 1}, None):
+        request = translate({**BODY, "x_flide": options}).request
+        given = options or {}
+        assert (request.cache_salt, request.checkpoint) == (given.get("cache_salt"), given.get("checkpoint", True))
+
+
 @pytest.mark.parametrize(
     ("body", "is_ours"),
     [
@@ -302,6 +309,9 @@ FAULTS: dict[str, tuple[Any, str | None, str]] = {
     "11 levels": ({**BODY, "questions": [levels(MAX_LEVELS + 1)]}, "questions[0].levels", "array_above_max_length"),
     "level": (asking(type="score", levels=["SECRET"]), "questions[0].levels[0]", "invalid_type"),
     "label": (asking(type="score", levels=[{"label": None}]), "questions[0].levels[0].label", "invalid_type"),
+    "extras": ({**BODY, "x_flide": "SECRET"}, "x_flide", "invalid_type"),
+    "salt": ({**BODY, "x_flide": {"cache_salt": ["SECRET"]}}, "x_flide.cache_salt", "invalid_type"),
+    "checkpoint": ({**BODY, "x_flide": {"checkpoint": "SECRET"}}, "x_flide.checkpoint", "invalid_type"),
     "model name": ({**BODY, "model": "SECRET"}, "model", "model_not_found"),
 }
 
