@@ -6,12 +6,13 @@ import json
 import threading
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from http.client import HTTPConnection
 from typing import Any, Protocol
 from urllib.parse import SplitResult
 
 from flide.models.decision import ForDecision
+from flide.runtime.checkpoints.positions import Reuse
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision
 from flide.runtime.engine import Engine
@@ -19,7 +20,7 @@ from flide.runtime.request import Choice, DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.worker import Job, Worker
-from scripts.agent_steps import Step
+from scripts.agent_steps import BEHIND_STATE, Step
 
 FIRST_LABEL, LABELS = 100, 255  # label rows of an engine without a tokenizer
 OPTIONS = 6  # of each of its questions
@@ -75,7 +76,9 @@ class TokenTarget:
     def prepare(self, step: Step) -> PreparedRequest:
         criteria = {f"o{k}": None for k in range(OPTIONS)}
         questions = {f"q{i}": Choice("?", criteria) for i in range(len(step.questions))}
-        return PreparedRequest.of(DecisionRequest("", questions), step.tree(), [OPTIONS] * len(questions))
+        prepared = PreparedRequest.of(DecisionRequest("", questions), step.tree(), [OPTIONS] * len(questions))
+        kept = len(step.state) - BEHIND_STATE  # what later states begin with
+        return replace(prepared, reuse=Reuse(len(step.state), (kept,) if kept > 0 else ()))
 
     def submit(self, prepared: PreparedRequest) -> Future[Decision]:
         job = Job(prepared)
@@ -86,7 +89,7 @@ class TokenTarget:
         return Reply.of(result)
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return {} if self._runner.store is None else asdict(self._runner.store.stats())
 
     def close(self) -> None:
         self._worker.close()

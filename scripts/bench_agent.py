@@ -48,6 +48,7 @@ from scripts.random_models import SIZES, config_of, random_model
 
 RUNS = ("off", "on", "host")
 LEAST_FITTED = 8  # steps
+SWITCH_SECONDS = 5e-4
 BUCKETS = (4000, 8000, 16000, 32000)  # tokens of history, upper ends
 DRAWN = 400  # trajectories that are looked through for steps of every length
 TIMED, CHECKED, TOGETHER, WARM_UP = (k << 20 for k in range(4))  # seeds of what the steps are for
@@ -112,7 +113,7 @@ class Bench:
             self._ask(target, step)
             asked = self._ask(target, replace(step, state=step.state[:1])).tokens - 1  # of the questions
         rows: list[tuple[int, float, float, float]] = []  # bucket, history, new tokens, milliseconds
-        firsts, resumed, reused, tokens = [], 0, 0, 0
+        firsts, later, reused, tokens = [], [], 0, 0
         histories: dict[int, int] = {}
         for turn in itertools.zip_longest(*self.timed):
             for agent, step in enumerate(turn):
@@ -128,7 +129,7 @@ class Bench:
                 if step.number == 0:
                     firsts.append(milliseconds)
                     continue
-                resumed += reply.reused > 0
+                later.append(reply.reused > 0)
                 reused, tokens = reused + reply.reused, tokens + reply.tokens
                 if (bucket := self._bucket(history)) is not None:
                     rows.append((bucket, history, new, milliseconds))
@@ -139,7 +140,7 @@ class Bench:
             if these:
                 found[name] = {**_spread([row[3] for row in these]), "new_tokens": statistics.mean(r[2] for r in these)}
         found["fit"] = _fit(np.array([row[1:] for row in rows]))
-        found["hit_rate"] = resumed / max(1, len(rows))
+        found["hit_rate"] = sum(later) / max(1, len(later))
         found["reused_share"] = reused / max(1, tokens)
         return found
 
@@ -226,6 +227,7 @@ def _distance(reply: Reply, other: Reply) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    sys.setswitchinterval(SWITCH_SECONDS)  # as the server does: the engine's thread must not wait for this one
     lengths = None if options.shapes is None else stored_lengths(options.shapes)
     steps: Steps
     if options.url is None and not options.text:
