@@ -168,7 +168,7 @@ class DecisionFormat(ABC):
             owners += [question_id] * len(texts)
             num_options.append(count)
             num_prompts.append(len(texts))
-        shared_ids, tail_ids = self.tokenizer.encode_chat(shared, tails, escape=self.escapes)
+        shared_ids, tail_ids = self.tokenizer.encode_chat(shared, tails, escape=self.escapes, salt=request.cache_salt)
         self._check_lengths(owners, len(shared_ids), tail_ids)
         rows = None
         if type(self).rows is not DecisionFormat.rows:

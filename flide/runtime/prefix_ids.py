@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from flide.runtime.text_cuts import Cuts
 
@@ -24,18 +25,21 @@ MOST_BLOCKS = 1 << 14  # that are kept: some 50 MB of English text
 LARGEST_SHARE = 4  # a text keeps at most one in so many of these
 
 
+_Key: TypeAlias = "tuple[int | str | None, str]"
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A block of a text.
 
     Attributes:
-        key: the number of the block before it (0 for none), and its own characters.
+        key: the number of the block before it, or of the first one the salt, and its own characters.
         number: its own.
         cut: where in the text its ids end.
         ids: of the text from the cut of the block before it on.
     """
 
-    key: tuple[int, str]
+    key: _Key
     number: int
     cut: int
     ids: array[int]
@@ -47,10 +51,12 @@ class Beginning:
 
     Attributes:
         text: the whole of it.
+        salt: texts of another one are not known to it.
         pieces: what is not known, in pieces whose ids make up those of all: new blocks, then what is behind the last.
     """
 
     text: str
+    salt: str | None
     pieces: list[str]
     _known: list[_Block]
     _cuts: list[int]  # where new blocks end
@@ -68,14 +74,15 @@ class PrefixIds:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         # The last ones were used last, and of one text those that it begins with: what is behind a block goes first.
-        self._blocks: OrderedDict[tuple[int, str], _Block] = OrderedDict()
+        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
 
-    def find(self, text: str) -> Beginning:
-        """What is known of a text, and what is not."""
+    def find(self, text: str, salt: str | None = None) -> Beginning:
+        """What is known of a text to those who use a salt, and what is not."""
         if len(text) < BLOCK:
-            return Beginning(text, [text], [], [])
+            return Beginning(text, salt, [text], [], [])
         known: list[_Block] = []
-        number = cut = 0
+        number: int | str | None = salt
+        cut = 0
         end = min(len(text) // BLOCK, MOST_BLOCKS // LARGEST_SHARE) * BLOCK
         with self._lock:
             for start in range(0, end, BLOCK):
@@ -91,7 +98,7 @@ class PrefixIds:
             before, cut = cut, found.end() if found else cut
             pieces.append(text[before:cut])
             cuts.append(cut)
-        return Beginning(text, [*pieces, text[cut:]], known, cuts)
+        return Beginning(text, salt, [*pieces, text[cut:]], known, cuts)
 
     def keep(self, beginning: Beginning, ids: Sequence[list[int]]) -> array[int]:
         """Remember a text.
@@ -107,8 +114,8 @@ class PrefixIds:
         arrays = [array("i", piece) for piece in ids]
         if len(text) < BLOCK:
             return arrays[0]
-        keys = []
-        number = 0
+        keys: list[_Key] = []
+        number: int | str | None = beginning.salt
         with self._lock:
             for block in known:
                 self._blocks.setdefault(block.key, block)  # it may have had to go meanwhile

@@ -181,11 +181,17 @@ class PromptTokenizer:
     def _may_be_text(self, ids: Sequence[int]) -> bool:
         return not self._forbidden_ids or self._forbidden_ids.isdisjoint(ids)
 
-    def encode_prompts(self, shared: str, tails: Sequence[str]) -> tuple[array[int], list[list[int]]]:
+    def encode_prompts(
+        self, shared: str, tails: Sequence[str], *, salt: str | None = None
+    ) -> tuple[array[int], list[list[int]]]:
         """Encode ``shared + tail`` for every tail, and ``shared`` only once.
 
         Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone, and what
         ``shared`` has in common with an earlier one is not encoded again.
+
+        Args:
+            shared, tails: texts, all of them plain.
+            salt: what was encoded with another one is encoded again, so that no time tells of it.
 
         Returns:
             ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and lists of the others, such that
@@ -196,7 +202,7 @@ class PromptTokenizer:
         """
         if self._cuts and self._beginnings:
             kept = self._cuts.last_cut(shared)
-            beginning = self._beginnings.find(shared[:kept])
+            beginning = self._beginnings.find(shared[:kept], salt)
             ids = self._encode_pieces([beginning.pieces, *([shared[kept:] + tail] for tail in tails)])
             count = len(beginning.pieces)
             return self._beginnings.keep(beginning, ids[:count]), ids[count:]
@@ -206,12 +212,12 @@ class PromptTokenizer:
         return array("i", first[:length]), [ids[length:] for ids in rest]
 
     def encode_chat(
-        self, shared: str, tails: Sequence[str], *, escape: bool = True
+        self, shared: str, tails: Sequence[str], *, escape: bool = True, salt: str | None = None
     ) -> tuple[array[int], list[list[int]]]:
         """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
 
         Args:
-            shared, tails: as ``encode_prompts``.
+            shared, tails, salt: as ``encode_prompts``.
             escape: keep what looks like a control token text. False tokenizes the rendered prompts as strings, so that
                 users' text can hold control tokens.
 
@@ -230,7 +236,9 @@ class PromptTokenizer:
             shared = shared.lstrip()
             if not shared:
                 tails = [tail.lstrip() for tail in tails]
-        shared_ids, tail_ids = self.encode_prompts(frame.head_text + shared, [tail + frame.tail_text for tail in tails])
+        shared_ids, tail_ids = self.encode_prompts(
+            frame.head_text + shared, [tail + frame.tail_text for tail in tails], salt=salt
+        )
         return array("i", frame.head_ids) + shared_ids, [[*ids, *frame.tail_ids] for ids in tail_ids]
 
     def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:

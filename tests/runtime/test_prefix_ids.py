@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from tokenizers import AddedToken
 from flide.errors import RequestError
 from flide.runtime import prefix_ids
 from flide.runtime.prefix_ids import PrefixIds
+from flide.runtime.prompt import ChatFormat
+from flide.runtime.request import DecisionRequest, Noul
 from flide.runtime.text_cuts import AFTER_WORDS
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.runtime.test_text_cuts import family_pair
@@ -46,15 +49,15 @@ class Ledger:
         self.known = PrefixIds(AFTER_WORDS)
         self.encoded = 0
 
-    def __call__(self, text: str) -> array[int]:
-        beginning = self.known.find(text)
+    def __call__(self, text: str, salt: str | None = None) -> array[int]:
+        beginning = self.known.find(text, salt)
         self.encoded += sum(map(len, beginning.pieces))
         return self.known.keep(beginning, [[ord(c) for c in piece] for piece in beginning.pieces])
 
-    def new(self, text: str) -> int:
+    def new(self, text: str, salt: str | None = None) -> int:
         """How much of a text is encoded, now that it comes."""
         before = self.encoded
-        assert self(text) == array("i", map(ord, text))
+        assert self(text, salt) == array("i", map(ord, text))
         return self.encoded - before
 
     @property
@@ -103,6 +106,24 @@ def test_of_a_text_that_has_grown_only_what_is_new_is_encoded() -> None:
     middle = len(text) // 2
     edited = text[:middle] + "!" + text[middle:]
     assert ledger.new(edited) <= len(text) - middle + 2 * prefix_ids.BLOCK
+
+
+def test_what_another_salt_knows_is_not_known() -> None:
+    ledger = Ledger()
+    text = "the order is late, and so on. " * 200
+    for salt in ("a", None, "b"):
+        assert ledger.new(text, salt) == len(text)
+        assert ledger.new(text, salt) <= 2 * prefix_ids.BLOCK
+
+
+def test_requests_bring_their_salt() -> None:
+    format = ChatFormat(PromptTokenizer(wrap(build_tokenizer())))
+    assert format.tokenizer._beginnings is not None
+    request = DecisionRequest("the order is late, and so on. " * 200, {"q": Noul("Is it?")})
+    kept = format.tokenizer._beginnings._blocks
+    found = [format.encode(replace(request, cache_salt=salt)) for salt in ("a", None, "a")]
+    assert found[0] == found[1] == found[2]
+    assert [key[0] for key in kept if not isinstance(key[0], int)] == [None, "a"]
 
 
 def test_texts_that_begin_alike_share_what_is_kept() -> None:
