@@ -20,8 +20,8 @@ from flide.runtime.text_cuts import Cuts
 
 __all__ = ["Beginning", "PrefixIds"]
 
-BLOCK = 1024  # characters
-MOST_BLOCKS = 1 << 14  # that are kept: some 50 MB of English text
+BLOCK = 512  # characters
+MOST_BLOCKS = 1 << 15  # that are kept: some 50 MB of English text
 LARGEST_SHARE = 4  # a text keeps at most one in so many of these
 
 
