@@ -136,7 +136,7 @@ def test_reading_stops_for_who_left_and_ends_in_time(engine: Engine, monkeypatch
     """What takes long to read holds up neither those who come later nor those who asked for it."""
     let_go, begun = threading.Event(), []
 
-    def slow(self: DecisionServer, request: DecisionRequest) -> PreparedRequest:
+    def slow(self: DecisionServer, request: DecisionRequest, key: str) -> PreparedRequest:
         begun.append(request)
         assert let_go.wait(20)
         return self.backend.reader.encode(request)
