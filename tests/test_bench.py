@@ -11,7 +11,8 @@ import pytest
 
 from flide.models import Gemma4ForDecision, Qwen35ForDecision
 from flide.runtime.config import EngineConfig
-from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.plan import RoundPlan
+from flide.runtime.rounds import RoundRunner
 from flide.runtime.tree import TreeLayout
 from scripts.bench_engine import PARITY, Bench, products
 from scripts.bench_server import fitted, steps, with_candidates
@@ -50,8 +51,9 @@ def test_right_answers_pass(bench: Bench) -> None:
 def test_a_page_of_other_tokens_in_the_trunk_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = RoundRunner.begin
 
-    def faulty(self: RoundRunner, requests: list[PreparedRequest]) -> Any:
-        return begin(self, [replace(r, layout=_with_a_wrong_page(r.layout)) for r in requests])
+    def faulty(self: RoundRunner, plan: RoundPlan) -> Any:
+        plan.requests[:] = [replace(r, layout=_with_a_wrong_page(r.layout)) for r in plan.requests]
+        return begin(self, plan)
 
     monkeypatch.setattr(RoundRunner, "begin", faulty)
     assert max(bench.parity().values()) > PARITY

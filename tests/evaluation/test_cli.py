@@ -154,10 +154,10 @@ def test_a_model_that_fails_is_a_failure_of_a_line(
 ) -> None:
     begin = RoundRunner.begin
 
-    def fragile(self: RoundRunner, requests: Any) -> Any:
-        if any(r.request.state == "state 65" for r in requests):
+    def fragile(self: RoundRunner, plan: Any) -> Any:
+        if any(r.request.state == "state 65" for r in plan.requests):
             raise MemoryError
-        return begin(self, requests)
+        return begin(self, plan)
 
     monkeypatch.setattr(RoundRunner, "begin", fragile)
     code, out, err = run(capsys, "--data", much_data)
