@@ -38,6 +38,7 @@ import torch
 
 from flide.models import AutoModelForDecision
 from flide.models.directory import ModelDirectory
+from flide.runtime.checkpoints.budget import GIB
 from flide.runtime.config import GRAPH_MODES, EngineConfig
 from flide.runtime.metadata import PAGE_SIZE
 from flide.runtime.tokenizer import PromptTokenizer
@@ -47,6 +48,7 @@ from scripts.bench_engine import LARGEST_ROUND, PARITY
 from scripts.random_models import SIZES, config_of, random_model
 
 RUNS = ("off", "on", "host")
+TIGHT = 2.5  # times the keys and values of the longest history: as much for recurrent states, and buffers
 LEAST_FITTED = 8  # steps
 SWITCH_SECONDS = 5e-4
 BUCKETS = (4000, 8000, 16000, 32000)  # tokens of history, upper ends
@@ -297,8 +299,6 @@ def _target(run: str, options: argparse.Namespace) -> Target:
         device=options.device,
         graphs=options.graphs,
         max_round_tokens=LARGEST_ROUND.get(options.size) if options.device == "cuda" else None,
-        checkpoint_gb={"off": 0.0, "on": options.checkpoint_gb, "host": options.tight_gb}[run],
-        checkpoint_host_gb=options.checkpoint_host_gb if run == "host" else 0.0,
     )
     if options.size is not None:
         model = random_model(config_of(options.size), device=options.device)
@@ -306,9 +306,14 @@ def _target(run: str, options: argparse.Namespace) -> Target:
         model = AutoModelForDecision.from_pretrained(
             options.model, dtype=config.resolve_dtype(), device=config.resolve_device()
         )
+    longest = min(model.config.max_position_embeddings, round(options.scale * (BUCKETS[-1] + 512)) + PAGE_SIZE)
+    if run == "on":
+        config = replace(config, checkpoint_gb=options.checkpoint_gb)
+    elif run == "host":
+        tight = options.tight_gb or TIGHT * model.kv_bytes_per_token * longest / GIB
+        config = replace(config, checkpoint_gb=tight, checkpoint_host_gb=options.checkpoint_host_gb)
     if options.text:
         return TextTarget(model, PromptTokenizer.from_pretrained(options.model), config)
-    longest = min(model.config.max_position_embeddings, round(options.scale * (BUCKETS[-1] + 512)) + PAGE_SIZE)
     return TokenTarget(model, config, longest)
 
 
@@ -330,9 +335,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=32, help="that ask together")
     parser.add_argument("--seconds", type=float, default=5.0, help="for which they are timed")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths, for slow machines")
-    parser.add_argument("--checkpoint-gb", type=float, default=24.0, help="of the run 'on'")
-    parser.add_argument("--tight-gb", type=float, default=0.5, help="on the device, of the run 'host'")
-    parser.add_argument("--checkpoint-host-gb", type=float, default=24.0, help="of the run 'host'")
+    parser.add_argument("--checkpoint-gb", type=float, default=32.0, help="of the run 'on'")
+    text = "on the device, of the run 'host' (default: what the longest history takes, and little more)"
+    parser.add_argument("--tight-gb", type=float, help=text)
+    parser.add_argument("--checkpoint-host-gb", type=float, default=16.0, help="of the run 'host'")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--graphs", default="auto", choices=GRAPH_MODES)
     parser.add_argument("--api-key")
