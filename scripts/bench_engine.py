@@ -46,6 +46,7 @@ from scripts.random_models import SIZES, config_of, random_model
 from scripts.workloads import FIXED, FIXED_CANDIDATES, SEEDED, CandidateShape, Shape, realistic
 
 LARGEST_ROUND = dict.fromkeys(("9b", "27b", "12b", "31b"), 8192)  # rows; 16,384 for smaller models
+LONGEST_PROMPT = 65536  # tokens; there are KV pages for so many
 OPTIONS, LABELS = 26, 255  # of a question of the parity check; label rows
 # Largest distance (total variation) of an answer from that of its isolated prompt, relative to what a small fault would
 # make: the last page of the trunk (64 tokens) replaced by other tokens. Rounding in bfloat16 makes about a quarter.
@@ -86,9 +87,9 @@ class Bench:
         self.checks = {name: self.prepare(shape, options=OPTIONS) for name, shape in shapes.items()}
         self.expected = {name: self._isolated(request) for name, request in self.checks.items()}
         self.faulty = {name: self._isolated(self._with_another_page(request)) for name, request in self.checks.items()}
-        limit = self.model.config.max_position_embeddings
+        longest = min(self.model.config.max_position_embeddings, self.config.max_prompt_tokens or LONGEST_PROMPT)
         runner = RoundRunner(
-            self.model, self.label_ids, config=self.config, max_prompt_tokens=min(limit, 65536), model_name="bench"
+            self.model, self.label_ids, config=self.config, max_prompt_tokens=longest, model_name="bench"
         )
         self.worker = Worker(runner)
         self.streams = runner.streams
@@ -354,6 +355,7 @@ def main() -> int:
     parser.add_argument("--no-flat-rounds", action="store_true", help="one request a replay")
     parser.add_argument("--no-selective-readout", action="store_true", help="the last layer computes every row")
     parser.add_argument("--max-round-tokens", type=int)
+    parser.add_argument("--max-prompt-tokens", type=int, help="tokens that there are KV pages for")
     parser.add_argument("--depth", type=int, choices=(2, 3), help="levels of trees; 3 makes more graphs")
     arguments = parser.parse_args()
     workloads = arguments.workload.split(",")
@@ -371,6 +373,7 @@ def main() -> int:
         fork=not arguments.no_fork,
         selective_readout=not arguments.no_selective_readout,
         max_round_requests=1 if arguments.no_flat_rounds else None,
+        max_prompt_tokens=arguments.max_prompt_tokens,
         depth=arguments.depth,
         max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size),
     )

@@ -315,11 +315,12 @@ class RoundRunner:
         else:
             self.head = model.head
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
+        if device.type == "cuda":
+            model.check_kernels()
         budgets = Budgets.of(model, device_gb=config.checkpoint_gb, host_gb=config.checkpoint_host_gb)
         if device.type == "cuda":
             from flide.runtime.graphs import CudaStreams
 
-            model.check_kernels()
             model.merge_projections()
             self.streams: Streams | CudaStreams = CudaStreams(
                 model,

@@ -89,9 +89,9 @@ class Budgets:
         Raises:
             ValueError: see :meth:`Budget.of`.
         """
-        item = ItemBytes.of(model)
         if not device_gb:
             return None
+        item = ItemBytes.of(model)
         device, host = Budget.of(device_gb, item), Budget.of(host_gb, item)
         if not host_gb:
             return cls(device, host, item)
