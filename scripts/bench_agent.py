@@ -278,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _vocabulary(options: argparse.Namespace) -> int:
     if options.size is not None:
-        return int(config_of(options.size)["vocab_size"])
+        fields = config_of(options.size)
+    return int(fields.get("text_config", fields)["vocab_size"])
     fields = ModelDirectory.open(options.model).config()
     return int(fields.get("text_config", fields)["vocab_size"])
 
