@@ -5,9 +5,10 @@
 Bodies have the questions and the tokens of the workload: they are made longer or shorter until the server counts the
 right number, which is printed. Questions have four options. jev_race and jev_97 are for servers of Open-Jev: texts of
 the length that give these shapes. Clients are spread over processes and speak HTTP/1.1 over kept connections with
-prepared bytes. After a second of ramp, latencies are those of requests sent within the measured time and the rate is
-of answers within it; server_*_ms are medians of what the server says of its own steps. The clients' own ceiling is
-measured against /health first: a rate near it says nothing about the server. Last line: one JSON object.
+prepared bytes. No state is sent twice: its first words count, so that nothing kept of others helps. After a second of
+ramp, latencies are those of requests sent within the measured time and the rate is of answers within it;
+server_*_ms are medians of what the server says of its own steps. The clients' own ceiling is measured against /health
+first: a rate near it says nothing about the server. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ VOCABULARY = (
     "support team answer number button error screen battery delivery return exchange price discount week morning"
 )
 WORDS = VOCABULARY.split()
+DIGITS = [word for word in WORDS if len(word) == 6][:10]
+NUMBER_DIGITS = 6  # words that every state begins with; different states are different numbers
 OPTIONS = ("first", "second", "third", "fourth")
 TRIES = 8  # of making a body as long as it should be
 RAMP = 1.0  # seconds before counting begins
@@ -61,7 +64,19 @@ def body(words: Words, questions: int, seed: int, *, options: Sequence[int] = ()
         names = [text(rng, words.option, first=OPTIONS[k % len(OPTIONS)]) for k in range(count)]
         instructions = text(rng, words.question, first=WORDS[i % 2])
         asked[f"q{i}"] = {"type": "choice", "instructions": instructions, "criteria": dict.fromkeys(names)}
-    return json.dumps({"model": "jev-latest", "state": text(rng, words.state), "questions": asked}).encode()
+    state = f"{number(0)} {text(rng, words.state - NUMBER_DIGITS)}"
+    return json.dumps({"model": "jev-latest", "state": state, "questions": asked}).encode()
+
+
+def number(value: int) -> str:
+    """A number as words, all numbers of the same length."""
+    return " ".join(DIGITS[int(digit)] for digit in f"{value % 10**NUMBER_DIGITS:0{NUMBER_DIGITS}}")
+
+
+def around_number(data: bytes) -> tuple[bytes, bytes]:
+    """What of a request's bytes comes before and behind its state's number; all of it and nothing where it has none."""
+    before, number_zero, behind = data.partition(number(0).encode())
+    return (before, behind) if number_zero else (data, b"")
 
 
 def text(rng: random.Random, words: int, *, first: str = "The") -> str:
@@ -149,13 +164,17 @@ class Counts:
     failed: int = 0
 
 
-async def client(host: str, port: int, requests: list[bytes], begin: float, end: float) -> Counts:
-    """Ask again and again from now on; count between two times of the monotonic clock, which processes share."""
+async def client(host: str, port: int, requests: list[bytes], first: int, begin: float, end: float) -> Counts:
+    """Ask again and again from now on, about states numbered from ``first``; count between two times of the monotonic
+    clock, which processes share."""
     reader, writer = await asyncio.open_connection(host, port)
     counts = Counts()
+    parts = [around_number(data) for data in requests]
     index = 0
     while (sent := time.monotonic()) < end:
-        status, timing = await exchange(reader, writer, requests[index % len(requests)])
+        before, behind = parts[index % len(parts)]
+        data = before + number(first + index).encode() + behind if behind else before
+        status, timing = await exchange(reader, writer, data)
         done = time.monotonic()
         if sent >= begin:
             counts.times.append((done - sent) * 1e3)
@@ -167,9 +186,11 @@ async def client(host: str, port: int, requests: list[bytes], begin: float, end:
     return counts
 
 
-def process(host: str, port: int, per_client: list[list[bytes]], begin: float, end: float) -> Counts:
+def process(host: str, port: int, per_client: list[tuple[int, list[bytes]]], begin: float, end: float) -> Counts:
     async def run() -> list[Counts]:
-        return await asyncio.gather(*(client(host, port, requests, begin, end) for requests in per_client))
+        return await asyncio.gather(
+            *(client(host, port, requests, first, begin, end) for first, requests in per_client)
+        )
 
     return together(asyncio.run(run()))
 
@@ -185,8 +206,11 @@ def together(parts: Sequence[Counts]) -> Counts:
 
 def measure(host: str, port: int, requests: list[bytes], clients: int, seconds: float) -> dict[str, Any]:
     processes = min(clients, os.cpu_count() or 1, 8)
-    # Every client starts elsewhere.
-    rotated = [requests[c % len(requests) :] + requests[: c % len(requests)] for c in range(clients)]
+    # Every client starts elsewhere, and no measurement where another one did.
+    offset, apart = random.randrange(10**NUMBER_DIGITS), 10**NUMBER_DIGITS // clients
+    rotated = [
+        (offset + c * apart, requests[c % len(requests) :] + requests[: c % len(requests)]) for c in range(clients)
+    ]
     with ProcessPoolExecutor(processes) as pool:
         begin = time.monotonic() + RAMP
         work = [

@@ -15,7 +15,7 @@ from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import RoundRunner
 from flide.runtime.tree import TreeLayout
 from scripts.bench_engine import PARITY, Bench, products
-from scripts.bench_server import fitted, steps, with_candidates
+from scripts.bench_server import around_number, fitted, number, steps, with_candidates
 from scripts.random_models import config_of
 from scripts.workloads import FIXED, FIXED_CANDIDATES, CandidateShape
 from tests.models.gemma4 import published
@@ -83,6 +83,15 @@ def test_bodies_of_candidates_have_texts_of_their_own() -> None:
     assert bodies[0] != bodies[1]
     questions = json.loads(bodies[0])["questions"].values()
     assert sum(len(question["criteria"]) for question in questions) == 97
+
+
+def test_no_state_is_sent_twice() -> None:
+    (data, _), _ = with_candidates("jev_race", len, bodies=2)
+    before, behind = around_number(data)
+    states = {json.loads(before + number(i).encode() + behind)["state"] for i in range(1000, 1100)}
+    assert len(states) == 100
+    assert len({len(state) for state in states}) == 1
+    assert around_number(b"GET /health") == (b"GET /health", b"")
 
 
 class TestProducts:

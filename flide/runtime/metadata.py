@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flide.runtime.compact import Compact
 from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _HEADER = _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
-class StreamCapacity:
+class StreamCapacity(Compact):
     """Sizes a stream is laid out for; under capture they are the only shapes there are.
 
     Attributes:

@@ -12,6 +12,8 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from flide.runtime.compact import Compact
+
 ZERO = -1  # in place of a column: the option's logit is 0
 
 
@@ -38,7 +40,7 @@ class Reads(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OptionReads:
+class OptionReads(Compact):
     """Where the options of some questions lie in a head's output ``[N, C]``.
 
     Attributes:

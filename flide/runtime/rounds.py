@@ -21,6 +21,7 @@ from flide.runtime.checkpoints.budget import Budgets, trunk_cost
 from flide.runtime.checkpoints.positions import Reuse
 from flide.runtime.checkpoints.resume import ResumedRound, resume
 from flide.runtime.checkpoints.store import CheckpointStore
+from flide.runtime.compact import Compact
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
@@ -137,7 +138,7 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OptionLogits:
+class OptionLogits(Compact):
     """What a round says of one request.
 
     Attributes:
@@ -154,7 +155,7 @@ class OptionLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsRequest:
+class LogitsRequest(Compact):
     """All of a prepared request that the model needs: its result is the logits of its options.
 
     For a process without the request, which sends them back to one that has it (:meth:`PreparedRequest.result`).

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from flide.runtime.compact import Compact
+
 MAX_DEPTH = 3  # trunk, branch, leaf
 
 
@@ -65,7 +67,7 @@ class TokenTree:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TreeLayout:
+class TreeLayout(Compact):
     """A tree as arrays, level by level: its stream if it were alone in a round, worked out once.
 
     Shapes: T tokens, S nodes, N readout rows. Nodes stand level by level, within a level in depth-first order, and

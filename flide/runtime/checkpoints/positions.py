@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flide.runtime.compact import Compact
 from flide.runtime.format import DecisionFormat, EncodedRequest
 from flide.runtime.prompt import render_value
 from flide.runtime.request import DecisionRequest, Value
@@ -17,7 +18,7 @@ _PROBE = "\x00"  # a state of its own, to see what a format puts behind one
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class Reuse(Compact):
     """What of a request is worth keeping, and for whom.
 
     Attributes:

@@ -1,0 +1,47 @@
+"""What is sent between processes comes back as it was."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from flide.runtime.capacity import needed_by
+from flide.runtime.checkpoints.positions import Reuse
+from flide.runtime.reads import OptionReads
+from flide.runtime.rounds import LogitsRequest, OptionLogits
+from flide.runtime.tree import TokenTree, TreeLayout
+
+TREE = TokenTree([1, 2, 3], (TokenTree([4], (TokenTree([5]), TokenTree([6, 7]))), TokenTree([8])))
+LAYOUT = TreeLayout.of(TREE)
+REQUEST = LogitsRequest(
+    LAYOUT, needed_by(LAYOUT), OptionReads.of([[0, 1], [2], [-1, 3, 1]]), 12, Reuse(3, (1, 2), "whose")
+)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, np.ndarray):
+        assert found.dtype == wanted.dtype
+        assert np.array_equal(found, wanted)
+    elif hasattr(wanted, "__dataclass_fields__"):
+        for field in fields(wanted):
+            assert_same(getattr(found, field.name), getattr(wanted, field.name))
+    else:
+        assert found == wanted
+
+
+def test_a_request_comes_back() -> None:
+    data = pickle.dumps(REQUEST, protocol=pickle.HIGHEST_PROTOCOL)
+    assert_same(pickle.loads(data), REQUEST)
+    assert len(data) < 1200
+
+
+def test_logits_come_back_whatever_their_shape() -> None:
+    for shape in ((3, 4), (0, 5), (1, 1)):
+        logits = OptionLogits(np.arange(np.prod(shape), dtype=np.float64).reshape(shape) - np.inf, 7)
+        assert_same(pickle.loads(pickle.dumps(logits)), logits)
+    sliced = OptionLogits(np.arange(12, dtype=np.float64).reshape(3, 4)[:, ::2])
+    assert_same(pickle.loads(pickle.dumps(sliced)), sliced)
