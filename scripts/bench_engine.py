@@ -356,7 +356,9 @@ def main() -> int:
     parser.add_argument("--no-selective-readout", action="store_true", help="the last layer computes every row")
     parser.add_argument("--max-round-tokens", type=int)
     parser.add_argument("--max-prompt-tokens", type=int, help="tokens that there are KV pages for")
-    parser.add_argument("--depth", type=int, choices=(2, 3), help="levels of trees; 3 makes more graphs")
+    parser.add_argument(
+        "--depth", type=int, choices=(2, 3), help="levels of trees (3 for candidates)"
+    )
     arguments = parser.parse_args()
     workloads = arguments.workload.split(",")
     for name in workloads:
@@ -374,7 +376,7 @@ def main() -> int:
         selective_readout=not arguments.no_selective_readout,
         max_round_requests=1 if arguments.no_flat_rounds else None,
         max_prompt_tokens=arguments.max_prompt_tokens,
-        depth=arguments.depth,
+        depth=arguments.depth or (3 if candidates else 2),
         max_round_tokens=arguments.max_round_tokens or LARGEST_ROUND.get(arguments.size),
     )
     print(torch.cuda.get_device_name(), "torch", torch.__version__, config, flush=True)

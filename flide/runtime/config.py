@@ -41,9 +41,9 @@ class EngineConfig:
             fastest, "explicit".
         temperatures: question type ("noul", "choice", "score") -> temperature that its logits are divided by. It
             replaces what is stored beside the model (``flide calibrate``); types that are missing keep that.
-        depth: levels of a request's tree. With 3 the candidates of a question share its tokens where that saves rows;
-            on CUDA this takes one more compilation and more graphs. None for 3 on the CPU and 2 on CUDA. Only for
-            formats with several prompts per question: others never need a third level.
+        depth: levels of a request's tree; None for 3. With 3 the candidates of a question share its tokens where that
+            saves rows; on CUDA this takes one more compilation and more graphs, which 2 does without. Only formats with
+            several prompts per question have a third level.
         escape_control_tokens: keep users' text that looks like a control token text even where the model's own format
             does not (Open-Jev's, whose parity with its reference ends there). Other formats always do.
         checkpoint_gb: memory (2**30 bytes, on the model's device) for checkpoints of states, from which later requests

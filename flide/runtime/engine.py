@@ -30,6 +30,7 @@ from flide.runtime.reader import RequestReader
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import LogitsRequest, OptionLogits, PreparedRequest, RoundObserver, RoundRunner, Runnable
 from flide.runtime.tokenizer import PromptTokenizer
+from flide.runtime.tree import MAX_DEPTH
 from flide.runtime.wire import as_list, parse_request
 from flide.runtime.worker import Job, Worker
 
@@ -85,7 +86,7 @@ class Engine:
             model,
             self.format.label_ids(tokenizer.num_labels()),
             # Questions of one prompt are branches: a third level would never be used.
-            config=replace(self.config, depth=2) if self.format.single_prompt else self.config,
+            config=replace(self.config, depth=2 if self.format.single_prompt else self.config.depth or MAX_DEPTH),
             max_prompt_tokens=limit,
             model_name=self.model_name,
             namespace=f"{self.model_hash}/{style}",
