@@ -25,3 +25,5 @@ SEGMENT_BUDGET = 4.0
 GRADIENT_FP32 = 1e-5
 # bfloat16 logits of one prompt in two trees, relative to the standard deviation of all logits.
 BF16_TWO_TREES = 0.05
+# Probabilities, float32, resumed from states that were kept in bfloat16: each resume rounds once.
+PROBABILITY_BF16_STATES = 1e-2

@@ -52,7 +52,8 @@ class ForkGatedDeltaNet(KeepFloat32):
         names: of the modules.
         key_size, value_size: channels of all heads of q (and k), and of v.
         A_log: ``[N]`` log decay rate, float32 in every dtype of the model.
-        state_pool: ``[slots, N, K, V]`` float32, conv_pool: ``[slots, W - 1, C]`` when pools were allocated, else None.
+        state_pool: ``[slots, N, K, V]`` float32, or bfloat16 for checkpoints that are kept so, conv_pool:
+            ``[slots, W - 1, C]`` when pools were allocated, else None.
         scratch: ``[parents, N, K, V]`` float32 states that children of one round start from; layers may share it.
     """
 

@@ -49,6 +49,8 @@ class EngineConfig:
         checkpoint_gb: memory (2**30 bytes, on the model's device) for checkpoints of states, from which later requests
             whose states begin alike resume; taken at once. 0 keeps none.
         checkpoint_host_gb: the same in page-locked host memory, for those that have no place on the device.
+        checkpoint_dtype: of the recurrent states of checkpoints, "float32" or "bfloat16". The latter halves their
+            memory and rounds a state once whenever it is resumed; within a round states are float32 in any case.
         fork: share a request's state between its questions. False is an ablation: every question runs alone.
         selective_readout: compute only the rows that are read in the last layer. False is an ablation.
     """
@@ -67,6 +69,7 @@ class EngineConfig:
     escape_control_tokens: bool = False
     checkpoint_gb: float = 0.0
     checkpoint_host_gb: float = 0.0
+    checkpoint_dtype: Literal["float32", "bfloat16"] = "float32"
     fork: bool = True
     selective_readout: bool = True
 
@@ -86,6 +89,8 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        if self.checkpoint_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"checkpoint_dtype must be float32 or bfloat16, got {self.checkpoint_dtype!r}")
         if self.checkpoint_host_gb and not self.checkpoint_gb:
             raise ValueError("checkpoint_host_gb needs checkpoint_gb: states resume from the device's memory")
         if self.checkpoint_gb and not self.fork:

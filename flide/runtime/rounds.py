@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flide.errors import ModelOutputError
@@ -318,7 +319,12 @@ class RoundRunner:
         max_tokens, compile = config.round_tokens(device), config.resolve_compile(device)
         if device.type == "cuda":
             model.check_kernels()
-        budgets = Budgets.of(model, device_gb=config.checkpoint_gb, host_gb=config.checkpoint_host_gb)
+        budgets = Budgets.of(
+            model,
+            device_gb=config.checkpoint_gb,
+            host_gb=config.checkpoint_host_gb,
+            state_dtype=getattr(torch, config.checkpoint_dtype),
+        )
         if device.type == "cuda":
             from flide.runtime.graphs import CudaStreams
 

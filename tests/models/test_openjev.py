@@ -25,6 +25,7 @@ from flide.models.directory import ModelDirectory
 from flide.models.summary import summarize
 from flide.runtime.calibration import save_temperatures
 from flide.runtime.metadata import StreamCapacity
+from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import LogitsRequest
 from flide.runtime.wire import parse_body
 from flide.runtime.worker import Job, _next_round
@@ -141,9 +142,10 @@ def test_rounds_of_many_questions_with_candidates_keep_to_the_scratch_there_is(e
     questions = {str(i): {"type": "choice", "instructions": f"{i}?", "criteria": criteria} for i in range(99)}
     prepared = engine.prepare({"model": "m", "state": "s", "questions": questions})
     assert prepared.layout.num_parents == 100
-    runner = SimpleNamespace(max_requests=256, limit=StreamCapacity(1 << 30, 1 << 30, 1 << 30, 1 << 30, 3))
+    limit = StreamCapacity(1 << 30, 1 << 30, 1 << 30, 1 << 30, 3)
+    runner = SimpleNamespace(plan=lambda: RoundPlan(limit, 256))
     waiting = deque(Job(prepared) for _ in range(5))
-    assert [len(_next_round(waiting, runner)) for _ in range(3)] == [2, 2, 1]
+    assert [len(_next_round(waiting, runner)[0]) for _ in range(3)] == [2, 2, 1]
 
 
 def test_an_unmerged_adapter_answers_alike(package: Path, engine: Engine) -> None:

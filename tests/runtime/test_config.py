@@ -35,6 +35,7 @@ from flide import EngineConfig
         ({"checkpoint_gb": True}, "checkpoint_gb"),
         ({"checkpoint_gb": float("nan")}, "checkpoint_gb"),
         ({"checkpoint_host_gb": 1}, "needs checkpoint_gb"),
+        ({"checkpoint_dtype": "float16"}, "checkpoint_dtype"),
         ({"checkpoint_gb": 1, "fork": False}, "needs fork=True"),
         ({"model_name": ""}, "model_name"),
         ({"model_name": 7}, "model_name"),

@@ -111,7 +111,8 @@ def fork_gated_delta_cached(
     """Outputs of a stream whose trunks may resume from, and save, checkpoints; not differentiable.
 
     Args, beyond those of :func:`fork_gated_delta`:
-        state_pool: ``[slots, N, K, V]`` float32, written in place; slot 0 is the zero state and never written.
+        state_pool: ``[slots, N, K, V]`` float32, or bfloat16, which rounds what is kept; written in place. Slot 0 is
+            the zero state and never written.
         conv_pool: ``[slots, W - 1, C]`` last rows of ``qkv`` before the checkpoint, written in place.
         scratch: ``[parents, N, K, V]`` float32, overwritten: final states that children of this round start from.
             Layers may share it. The reference does not use it.

@@ -35,7 +35,7 @@ class DeltaCache:
     """Checkpoint pools of one layer and what this round reads and writes there.
 
     Attributes:
-        state_pool: ``[slots, N, K, V]`` float32; slot 0 is the zero state.
+        state_pool: ``[slots, N, K, V]`` float32 or bfloat16; slot 0 is the zero state.
         conv_pool: ``[slots, W - 1, C]`` the last pre-convolution rows before the checkpoint, oldest first.
         initial_slots: ``[S]`` slot each trunk starts from.
         save_rows, save_slots: ``[S, saves]`` stream row after which a state is kept, and where; -1 none.

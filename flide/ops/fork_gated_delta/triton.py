@@ -472,7 +472,7 @@ def _scan_segment(
         b_S = _load(p_scratch + (parent_slot * N + i_h) * K * V + o_state, m_k, PADDED)
     elif HAS_CACHE:
         slot = tl.load(p_initial_slots + i_s).to(tl.int64)
-        b_S = _load(p_state_pool + (slot * N + i_h) * K * V + o_state, m_k, PADDED)
+        b_S = _load(p_state_pool + (slot * N + i_h) * K * V + o_state, m_k, PADDED).to(tl.float32)
     first_chunk = tl.load(p_chunk_offsets + i_s)
     end_chunk = tl.load(p_chunk_offsets + i_s + 1)
     begin = tl.load(p_offsets + i_s)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import nn
 
 from flide.layers.attention import ForkAttention, ForkAttentionReader
@@ -21,19 +22,20 @@ STATE_SHARE = 0.5  # of a budget, for recurrent states where a model has any: as
 
 @dataclass(frozen=True, slots=True)
 class ItemBytes:
-    """Memory of one page and of one slot, in all layers together."""
+    """Memory of one page and of one slot, in all layers together, and the type of the states in it."""
 
     page: int
     slot: int
+    state_dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, model: ForDecision) -> Self:
+    def of(cls, model: ForDecision, state_dtype: torch.dtype = torch.float32) -> Self:
         slot = 0
         for layer in model.modules():
             if isinstance(layer, ForkGatedDeltaNet):
                 state, window = layer.pool_shapes(1)
-                slot += 4 * math.prod(state) + math.prod(window) * layer.conv_weight().element_size()
-        return cls(PAGE_SIZE * model.kv_bytes_per_token, slot)
+                slot += state_dtype.itemsize * math.prod(state) + math.prod(window) * layer.conv_weight().element_size()
+        return cls(PAGE_SIZE * model.kv_bytes_per_token, slot, state_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,9 @@ class Budgets:
     at_once: int = 0
 
     @classmethod
-    def of(cls, model: ForDecision, *, device_gb: float, host_gb: float) -> Self | None:
+    def of(
+        cls, model: ForDecision, *, device_gb: float, host_gb: float, state_dtype: torch.dtype = torch.float32
+    ) -> Self | None:
         """None for no budget.
 
         Raises:
@@ -91,7 +95,7 @@ class Budgets:
         """
         if not device_gb:
             return None
-        item = ItemBytes.of(model)
+        item = ItemBytes.of(model, state_dtype)
         device, host = Budget.of(device_gb, item), Budget.of(host_gb, item)
         if not host_gb:
             return cls(device, host, item)

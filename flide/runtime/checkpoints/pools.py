@@ -45,13 +45,14 @@ class CheckpointPools:
         recurrent = [layer for layer in model.modules() if isinstance(layer, ForkGatedDeltaNet)]
         device, host, at_once = budgets.device, budgets.host, budgets.at_once
         pages, slots = own_pages + device.pages, 1 + device.slots
-        likes = [layer.k_proj.weight for layer in attention]
-        shapes = [layer.kv_pool_shape(pages) for layer in attention]
-        kv, self._pages = _allocate(likes, shapes, host.pages, at_once)
+        self._device, self._at_once = model.lm_head.weight.device, max(1, at_once)
+        shapes = [(layer.kv_pool_shape(pages), layer.k_proj.weight.dtype) for layer in attention]
+        kv, self._pages = _allocate(shapes, self._device, host.pages, at_once)
         both = [layer.pool_shapes(slots) for layer in recurrent]
-        states, state_pools = _allocate([x.A_log for x in recurrent], [state for state, _ in both], host.slots, 1)
-        likes = [layer.conv_weight() for layer in recurrent]
-        windows, window_pools = _allocate(likes, [window for _, window in both], host.slots, 1)
+        shapes = [(state, budgets.item.state_dtype) for state, _ in both]
+        states, state_pools = _allocate(shapes, self._device, host.slots, 1)
+        shapes = [(shape, x.conv_weight().dtype) for x, (_, shape) in zip(recurrent, both, strict=True)]
+        windows, window_pools = _allocate(shapes, self._device, host.slots, 1)
         self._slots = state_pools + window_pools
         for layer, pool in zip(attention, kv, strict=True):
             layer.allocate_pools(pages=pages, kv_pool=pool)
@@ -59,7 +60,6 @@ class CheckpointPools:
         for mixer, state, window in zip(recurrent, states, windows, strict=True):
             mixer.allocate_pools(slots=slots, parents=parents, scratch=scratch, state_pool=state, conv_pool=window)
             scratch = mixer.scratch
-        self._device, self._at_once = model.lm_head.weight.device, max(1, at_once)
         on_gpu = self._device.type == "cuda" and host.slots > 0
         self._link = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._free = [[torch.cuda.Event() for _ in range(STAGES)] if on_gpu else [] for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -147,14 +147,13 @@ class _Pool:
 
 
 def _allocate(
-    likes: list[Tensor], shapes: list[tuple[int, ...]], host_items: int, at_once: int
+    kinds: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device, host_items: int, at_once: int
 ) -> tuple[list[Tensor], list[_Pool]]:
-    """A zeroed pool for each layer, of its dtype and on its device, and the allocations that they are part of."""
-    kinds = [(shape, like.dtype, like.device) for shape, like in zip(shapes, likes, strict=True)]
+    """A zeroed pool for each layer, and the allocations that they are part of."""
     parts: dict[int, Tensor] = {}
     pools = []
     for kind in dict.fromkeys(kinds):
-        shape, dtype, device = kind
+        shape, dtype = kind
         members = [i for i, other in enumerate(kinds) if other == kind]
         joint_LX = _zeros((len(members), *shape), dtype, device)
         # Each with a storage of its own: inputs that share one are to the compiler as if they overlapped.

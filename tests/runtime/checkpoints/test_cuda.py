@@ -257,3 +257,17 @@ def test_engines_with_checkpoints_answer_like_the_cpu_from_three_threads(engine:
         for decision, want in zip(got, engine.decide(requests), strict=True):
             for name in want:
                 assert decision[name].value == pytest.approx(want[name].value, abs=PROBABILITY_FP32)
+
+
+def test_states_kept_in_bfloat16_resume(askers: tuple[Asker, Asker]) -> None:
+    _, fresh = askers
+    before = torch.cuda.current_stream()
+    kept = Asker(small_model(), pages=20, slots=10, compile=False, graphs="off", checkpoint_dtype="bfloat16")
+    rng = random.Random(1008)
+    state = tokens(rng, 300, NAN_TOKEN)
+    for total, expected in ((130, 0), (200, 130), (300, 200)):
+        asked = request(state[:total], [tokens(rng, 3, NAN_TOKEN)], saves=[total])
+        ((got, reused),) = kept.ask(asked)
+        assert reused == expected
+        same(got, fresh.ask(asked)[0][0])
+    torch.cuda.set_stream(before)

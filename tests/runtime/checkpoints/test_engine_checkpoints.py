@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestEr
 from flide.models import Qwen35ForDecision
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_model import tiny_engine, tiny_model_directory
-from tests.tolerance import PROBABILITY_FP32
+from tests.tolerance import PROBABILITY_BF16_STATES, PROBABILITY_FP32
 
 QUESTIONS = {
     "done": Noul("Is the task done?"),
@@ -212,3 +213,20 @@ def test_a_model_belongs_to_one_engine_that_keeps_checkpoints() -> None:
 
     expected = ask(plain)
     assert ask(keeping) == ask(plain) == ask(keeping) == expected
+
+
+def test_states_kept_in_bfloat16_take_half_and_change_little(engine: Engine) -> None:
+    rng = random.Random(9)
+    config = EngineConfig(device="cpu", checkpoint_gb=0.02)
+    with tiny_engine(config) as whole, tiny_engine(replace(config, checkpoint_dtype="bfloat16")) as half:
+        state, differ = "", 0.0
+        for step in range(8):
+            state += words(rng, 40)
+            request = DecisionRequest(state, QUESTIONS)
+            (got,), (want,) = half.decide([request]), engine.decide([request])
+            assert (got.usage.reused_tokens > 0) == (step > 0)
+            for name in want:
+                assert got[name].value == pytest.approx(want[name].value, abs=PROBABILITY_BF16_STATES)
+            differ += abs(got["done"].value - want["done"].value)
+        assert differ > 0
+        assert half._store._item.slot < 0.7 * whole._store._item.slot  # windows stay
