@@ -356,9 +356,7 @@ def main() -> int:
     parser.add_argument("--no-selective-readout", action="store_true", help="the last layer computes every row")
     parser.add_argument("--max-round-tokens", type=int)
     parser.add_argument("--max-prompt-tokens", type=int, help="tokens that there are KV pages for")
-    parser.add_argument(
-        "--depth", type=int, choices=(2, 3), help="levels of trees (3 for candidates)"
-    )
+    parser.add_argument("--depth", type=int, choices=(2, 3), help="levels of trees (3 for candidates)")
     arguments = parser.parse_args()
     workloads = arguments.workload.split(",")
     for name in workloads:

@@ -47,7 +47,9 @@ ALIAS = "jev-latest"  # always served
 REQUEST_ID = "x-typesafe-request-id"
 OPENAI_REQUEST_ID = "x-request-id"  # the same id
 MOST_READERS = 8
+FEW_QUESTIONS = 8  # of a short body that is read on the event loop: a few milliseconds at worst
 Handler = Callable[[Request], Awaitable[Response]]
+Parse = Callable[[bytes], DecisionRequest]
 
 
 class DecisionServer:
@@ -91,38 +93,44 @@ class DecisionServer:
         return _Envelope(starlette, self.config)
 
     async def systemone(self, request: Request) -> Response:
-        decision, headers = await self._decide(request, functools.partial(self._prepare, request.state.key))
+        decision, headers = await self._decide(request, lambda body: parse_body(parse_json(body)))
         return _Json({**decision.to_dict(), **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def decisions(self, request: Request) -> Response:
         """OpenAI's shape, and System One's as on its own route."""
         translated: Translated | None = None
 
-        def prepare(body: bytes) -> PreparedRequest:
+        def parse(body: bytes) -> DecisionRequest:
             nonlocal translated
             parsed = parse_json(body)
             if is_systemone(parsed):
                 request.state.refusal = _refusal
-                return self._admit(parse_body(parsed), request.state.key)
+                return parse_body(parsed)
             translated = translate(parsed)
-            try:
-                return self._admit(translated.request, request.state.key)
-            except RequestError as error:
-                raise in_this_shape(error) from None
+            return translated.request
 
-        decision, headers = await self._decide(request, prepare)
+        def tell(error: RequestError) -> RequestError:
+            return error if translated is None else in_this_shape(error)
+
+        decision, headers = await self._decide(request, parse, tell)
         answer = decision.to_dict() if translated is None else translated.response(decision)
         return _Json({**answer, **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def _decide(
-        self, request: Request, prepare: Callable[[bytes], PreparedRequest]
+        self, request: Request, parse: Parse, tell: Callable[[RequestError], RequestError] = lambda error: error
     ) -> tuple[Decision, dict[str, str]]:
-        """The decision under the name of the model that is served, and headers for its response."""
+        """The decision under the name of the model that is served, and headers for its response.
+
+        Args:
+            request: whose body it is about.
+            parse: the body.
+            tell: in the route's words what is wrong with a request that was parsed.
+        """
         began = time.perf_counter()
         with self._room.hold() as grow:
             body = await self._body(request, grow)
             async with self._patience(request):
-                prepared = await self._read(request, prepare, body)
+                prepared = await self._read(request, parse, tell, body)
                 del body
                 grow(0)
                 read = time.perf_counter()
@@ -172,18 +180,31 @@ class DecisionServer:
         packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=timeout, grow=grow)
         return Body(packed, encoding, limit)
 
-    async def _read(self, request: Request, prepare: Callable[[bytes], PreparedRequest], body: Body) -> PreparedRequest:
-        """The request in a body, made ready; off the event loop unless it is short."""
+    async def _read(
+        self, request: Request, parse: Parse, tell: Callable[[RequestError], RequestError], body: Body
+    ) -> PreparedRequest:
+        """The request in a body, made ready; off the event loop unless little is asked."""
+        key: str = request.state.key
+
+        def admit(parsed: DecisionRequest) -> PreparedRequest:
+            try:
+                return self._admit(parsed, key)
+            except RequestError as error:
+                raise tell(error) from None
+
         try:
-            if body.is_short:
-                return prepare(body.unpack())
-            async with self._turns.turn(request.state.key):
-                return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: prepare(body.unpack()))
+            if not body.is_short:
+                return await self._on_a_reader(key, lambda: admit(parse(body.unpack())))
+            parsed = parse(body.unpack())
+            if len(parsed.questions) <= FEW_QUESTIONS:
+                return admit(parsed)
+            return await self._on_a_reader(key, lambda: admit(parsed))
         except RequestError as error:
             raise faults.invalid(error) from None
 
-    def _prepare(self, key: str, body: bytes) -> PreparedRequest:
-        return self._admit(parse_body(parse_json(body)), key)
+    async def _on_a_reader(self, key: str, work: Callable[[], PreparedRequest]) -> PreparedRequest:
+        async with self._turns.turn(key):
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     def _admit(self, request: DecisionRequest, key: str) -> PreparedRequest:
         self._check_model(request.model)

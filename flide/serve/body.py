@@ -17,8 +17,7 @@ PIECE = 1 << 10  # bytes of zstd that are unpacked at a time: at most 32 MB, by 
 UNKNOWN_SIZES = (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
 WELCOME = 64 << 10  # bytes of a body for which there is always room
 ENCODINGS = ("", "identity", "gzip", "zstd")
-# Bytes of a body that is read on the event loop: a few milliseconds at worst, where handing it to a thread and back
-# takes two wake-ups.
+# Bytes of a body that is parsed on the event loop, where handing it to a thread and back takes two wake-ups.
 SHORT = 16 << 10
 
 

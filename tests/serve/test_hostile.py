@@ -16,6 +16,7 @@ from flide import Engine
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
 from flide.serve.app import DecisionServer
+from flide.serve.body import SHORT
 from flide.serve.config import ServeConfig
 from tests.serve.conftest import BODY, Served
 
@@ -135,6 +136,8 @@ def test_two_thousand_connections_at_once(served: Served) -> None:
 def test_reading_stops_for_who_left_and_ends_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long to read holds up neither those who come later nor those who asked for it."""
     let_go, begun = threading.Event(), []
+    long = {**BODY, "state": "long " * SHORT}  # what is short is read at once
+    data = json.dumps(long).encode()
 
     def slow(self: DecisionServer, request: DecisionRequest, key: str) -> PreparedRequest:
         begun.append(request)
@@ -147,10 +150,10 @@ def test_reading_stops_for_who_left_and_ends_in_time(engine: Engine, monkeypatch
             with monkeypatch.context() as patch:
                 patch.setattr(DecisionServer, "_admit", slow)
                 async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
-                    assert (await client.post("/v1/systemone", json=BODY)).status_code == 503
+                    assert (await client.post("/v1/systemone", json=long)).status_code == 503
                 writers = [(await connect(served))[1] for _ in range(30)]
                 for writer in writers:
-                    writer.write(HEAD % len(DATA) + DATA)
+                    writer.write(HEAD % len(data) + data)
                     await writer.drain()
                 await asyncio.sleep(0.2)
                 for writer in writers:
