@@ -121,6 +121,11 @@ class Decision:
     def __getitem__(self, question_id: str) -> Answer:
         return self.answers[question_id]
 
+    @property
+    def reused_tokens(self) -> int:
+        """See :class:`Usage`."""
+        return self.usage.reused_tokens
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.answers)
 

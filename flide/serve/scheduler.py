@@ -1,7 +1,8 @@
 """Who runs next: a bounded queue in front of the engine, fair between keys, on the event loop's thread.
 
 The engine takes what it is given in order, so it is never given much: enough for the round that runs and the next one.
-What waits, waits here, where it can still be dropped. Nothing waits for company.
+What waits, waits here, where it can still be dropped. Nothing waits for company. How much of a request a checkpoint
+will cover is known to the engine alone, when its round begins; here it is taken to be what it was lately.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from flide.runtime.rounds import Runnable
+from flide.runtime.decision import Decision
+from flide.runtime.rounds import OptionLogits, Runnable
 from flide.serve.fair import FairQueue
 from flide.serve.faults import key_limit, queue_full, unavailable
 
+LEARNING = 0.1  # weight of one request in what is expected of the next ones
 Submit = Callable[[Any], "Future[Any]"]
 
 
@@ -28,7 +31,8 @@ class Ticket:
 
     Attributes:
         key: name of who asks.
-        tokens: rows it takes of a round.
+        tokens: rows it takes of a round, unless some are reused.
+        expected: rows that it probably takes, once it has started.
         arrived, started, ended: seconds on the monotonic clock.
         answer: of the engine.
     """
@@ -40,6 +44,7 @@ class Ticket:
     answer: asyncio.Future[Any]
     started: float | None = None
     ended: float | None = None
+    expected: int = 0
     running: Future[Any] | None = field(default=None, repr=False)
 
     @property
@@ -87,6 +92,7 @@ class Scheduler:
         self.waiting = self.waiting_tokens = self.running_tokens = 0
         self._draining = False
         self._last_end = time.monotonic()
+        self._computed = 1.0  # share of the tokens of late requests that were not reused
 
     @contextlib.contextmanager
     def ticket(self, prepared: Runnable, key: str) -> Iterator[Ticket]:
@@ -153,9 +159,11 @@ class Scheduler:
         """Start what the engine has room for, one request of each key in turn."""
         while self._waiting:
             key, ticket = self._waiting.first()
-            if self._running and self.running_tokens + ticket.tokens > self._ahead:
+            expected = max(1, round(ticket.tokens * self._computed))
+            if self._running and self.running_tokens + expected > self._ahead:
                 return
             self._take(ticket)
+            ticket.expected = expected
             self._waiting.end_turn(key)
             ticket.started = time.monotonic()
             try:
@@ -164,7 +172,7 @@ class Scheduler:
                 _settle(ticket, None, error)
                 continue
             self._running.add(ticket)
-            self.running_tokens += ticket.tokens
+            self.running_tokens += ticket.expected
             ticket.running.add_done_callback(functools.partial(self._finish_soon, ticket))
 
     def _finish_soon(self, ticket: Ticket, _: Future[Any]) -> None:
@@ -175,13 +183,17 @@ class Scheduler:
     def _finish(self, ticket: Ticket) -> None:
         self._running.discard(ticket)
         self._last_end = time.monotonic()
-        self.running_tokens -= ticket.tokens
+        self.running_tokens -= ticket.expected
         assert ticket.running is not None
         if ticket.running.cancelled():  # by who left, or by an engine that ended
             _settle(ticket, None, unavailable("The request was dropped."))
         else:
             error = ticket.running.exception()
-            _settle(ticket, None if error else ticket.running.result(), error)
+            result = None if error else ticket.running.result()
+            if isinstance(result, Decision | OptionLogits):
+                computed = 1 - result.reused_tokens / ticket.tokens
+                self._computed += LEARNING * (computed - self._computed)
+            _settle(ticket, result, error)
         self._pump()
 
     def _expire(self, ticket: Ticket) -> None:

@@ -31,14 +31,14 @@ class FakeEngine:
         self.given.append((prepared, future))
         return future
 
-    def finish(self, index: int, error: Exception | None = None) -> None:
+    def finish(self, index: int, error: Exception | None = None, *, reused: int = 0) -> None:
         future = self.given[index][1]
         if not future.set_running_or_notify_cancel():
             return
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(Decision("m", {}, Usage(1, 0)))
+            future.set_result(Decision("m", {}, Usage(1, 0, reused_tokens=reused)))
 
 
 def run(test: Callable[[FakeEngine, Callable[..., Scheduler]], Awaitable[None]]) -> None:
@@ -68,6 +68,33 @@ async def decide(scheduler: Scheduler, prepared: PreparedRequest, key: str) -> T
 
 def ask(scheduler: Scheduler, key: str = "a", tokens: int = ROUND) -> asyncio.Task[Ticket]:
     return asyncio.ensure_future(decide(scheduler, request(tokens), key))
+
+
+def test_the_engine_is_given_as_many_as_two_rounds_hold_when_most_of_them_is_reused() -> None:
+    async def test(engine: FakeEngine, make: Any) -> None:
+        scheduler = make()
+        tasks = [ask(scheduler) for _ in range(90)]
+        for index in range(30):
+            await settle()
+            engine.finish(index, reused=90)
+        await settle()
+        running = len(engine.given) - 30
+        assert 12 <= running <= 20  # of 10 to 15 rows each, instead of 2 of 100
+        assert scheduler.running_tokens <= 2 * ROUND
+        for index in range(30, 90):  # and less again when nothing is
+            engine.finish(index)
+            await settle()
+        assert scheduler.running_tokens == 0
+        await asyncio.gather(*tasks)
+        tasks = [ask(scheduler) for _ in range(5)]
+        await settle()
+        assert len(engine.given) == 92
+        for index in range(90, 95):
+            engine.finish(index)
+            await settle()
+        await asyncio.gather(*tasks)
+
+    run(test)
 
 
 def test_the_engine_is_given_two_rounds_and_no_more() -> None:
