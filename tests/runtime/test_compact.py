@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,19 @@ def test_a_request_comes_back() -> None:
     data = pickle.dumps(REQUEST, protocol=pickle.HIGHEST_PROTOCOL)
     assert_same(pickle.loads(data), REQUEST)
     assert len(data) < 1200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnReads(OptionReads):
+    """A user's."""
+
+    what: str = ""
+
+
+def test_subclasses_come_back_whole() -> None:
+    base = OptionReads.of([[0, 1]])
+    own = OwnReads(*[getattr(base, field.name) for field in fields(base)], what="mine")
+    assert_same(pickle.loads(pickle.dumps(own)), own)
 
 
 def test_logits_come_back_whatever_their_shape() -> None:
