@@ -152,22 +152,21 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
             criteria, of the levels, or [true, false].
     """
     assert len(probabilities) == num_options(question), "one probability per option"
-    weights = list(map(float, probabilities))
+    weights = [float(w) for w in probabilities]
     # fsum is exact, so that the order of the options cannot change a bit of the result.
     total = math.fsum(weights)
+    assert 0 < total < math.inf, "some option has a positive probability, and all are finite"
     assert min(weights) >= 0, "probabilities are not negative"
-    assert math.isfinite(total), "probabilities are finite"
-    assert total > 0, "some option has a positive probability"
     p = [w / total for w in weights]
 
-    if isinstance(question, Noul):
-        return NoulAnswer(noul=p[0])
     if isinstance(question, Choice):
         by_name = dict(zip(question.criteria, p, strict=True))
         # Of equally probable options the name that sorts first wins: the order on the wire must not matter.
         best = max(p)
         choice = min([name for name, p_i in by_name.items() if p_i == best])
-        return ChoiceAnswer(choice=choice, probabilities=by_name, confidence=_choice_confidence(p))
+        return ChoiceAnswer(choice, by_name, _choice_confidence(best, len(p)))
+    if isinstance(question, Noul):
+        return NoulAnswer(noul=p[0])
     levels = [str(i) for i in range(len(p))]
     return ScoreAnswer(
         score=min(math.fsum(i * p_i for i, p_i in enumerate(p)), float(len(p) - 1)),
@@ -177,11 +176,10 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
     )
 
 
-def _choice_confidence(p: list[float]) -> float:
-    n = len(p)
+def _choice_confidence(best: float, n: int) -> float:
     if n == 1:
         return 1.0
-    return min(1.0, max(0.0, (max(p) - 1 / n) / (1 - 1 / n)))
+    return min(1.0, max(0.0, (best - 1 / n) / (1 - 1 / n)))
 
 
 def _score_confidence(p: list[float]) -> float:
