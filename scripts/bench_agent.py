@@ -277,10 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _vocabulary(options: argparse.Namespace) -> int:
-    if options.size is not None:
-        fields = config_of(options.size)
-    return int(fields.get("text_config", fields)["vocab_size"])
-    fields = ModelDirectory.open(options.model).config()
+    by_size = options.size is not None
+    fields = config_of(options.size) if by_size else ModelDirectory.open(options.model).config()
     return int(fields.get("text_config", fields)["vocab_size"])
 
 

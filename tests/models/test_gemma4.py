@@ -216,7 +216,7 @@ def test_garbage_in_one_request_leaves_the_others_bit_identical(models: Any) -> 
     ("variant", "changes"),
     [
         ("e2b", {"layer_types": [SLIDING, FULL] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}),
-        ("12b", {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}),
+        pytest.param("12b", {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}, marks=pytest.mark.slow),
     ],
     ids=["e2b", "12b"],
 )

@@ -57,7 +57,11 @@ def run_kernels(monkeypatch: pytest.MonkeyPatch, family: ModuleType) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shapes", [[(70, [3, 66]), (5, [1])], [(0, [4, 9])]], ids=["two_requests", "no_trunk"])
+@pytest.mark.parametrize(
+    "shapes",
+    [pytest.param([(70, [3, 66]), (5, [1])], marks=pytest.mark.slow), [(0, [4, 9])]],
+    ids=["two_requests", "no_trunk"],
+)
 @torch.no_grad()
 def test_kernels_and_references_give_the_same_logits(monkeypatch: pytest.MonkeyPatch, shapes: list[Any]) -> None:
     model = Qwen35ForDecision.from_pretrained(tiny_model_directory())

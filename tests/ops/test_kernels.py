@@ -447,7 +447,9 @@ SMALL_TABLES = {
 }
 
 
-@pytest.fixture(params=SMALL_TABLES.values(), ids=SMALL_TABLES.keys())
+@pytest.fixture(
+    params=[SMALL_TABLES["sm_86"], pytest.param(SMALL_TABLES["quarter_pages"], marks=slow)], ids=SMALL_TABLES
+)
 def small_table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LaunchTable:
     """Everything here is launched with the table of a GPU of 99 KB."""
     from flide.ops.fork_attention import triton as attention

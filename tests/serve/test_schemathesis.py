@@ -37,7 +37,7 @@ def explore(engine: Engine, directory: Path, *arguments: str) -> None:
 
 
 def test_generated_requests_are_answered_as_documented(engine: Engine, tmp_path: Path) -> None:
-    explore(engine, tmp_path, "--max-examples", "3", "--generation-deterministic")
+    explore(engine, tmp_path, "--max-examples", "2", "--generation-deterministic")
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def histories(rng: random.Random, vocab: int) -> Iterator[list[LogitsRequest]]:
 
 @pytest.mark.parametrize(
     ("model", "rounds"),
-    [("qwen", 20), ("gemma", 20), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in MODELS)],
+    [("qwen", 12), ("gemma", 15), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in MODELS)],
 )
 @pytest.mark.parametrize("host", [0.0, 0.7])
 def test_random_histories_with_room_for_little(model: str, rounds: int, host: float) -> None:
