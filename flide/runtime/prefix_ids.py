@@ -22,6 +22,7 @@ __all__ = ["Beginning", "PrefixIds"]
 
 BLOCK = 512  # characters
 MOST_BLOCKS = 1 << 15  # that are kept: some 50 MB of English text
+MOST_IDS = MOST_BLOCKS * BLOCK  # in these: behind a long text without a boundary one block has the ids of all of it
 LARGEST_SHARE = 4  # a text keeps at most one in so many of these
 
 
@@ -75,6 +76,7 @@ class PrefixIds:
         self._numbers = itertools.count(1)
         # The last ones were used last, and of one text those that it begins with: what is behind a block goes first.
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
+        self._num_ids = 0
 
     def find(self, text: str, salt: str | None = None) -> Beginning:
         """What is known of a text to those who use a salt, and what is not."""
@@ -118,15 +120,26 @@ class PrefixIds:
         number: int | str | None = beginning.salt
         with self._lock:
             for block in known:
-                self._blocks.setdefault(block.key, block)  # it may have had to go meanwhile
+                self._add(block)  # it may have had to go meanwhile
                 number = block.number
                 keys.append(block.key)
+            left = MOST_IDS // LARGEST_SHARE - sum(len(block.ids) for block in known)
             for start, cut, piece in zip(itertools.count(len(known) * BLOCK, BLOCK), beginning._cuts, arrays):  # noqa: B905
+                left -= len(piece)
+                if left < 0:
+                    break
                 key = number, text[start : start + BLOCK]
-                number = self._blocks.setdefault(key, _Block(key, next(self._numbers), cut, piece)).number
+                number = self._add(_Block(key, next(self._numbers), cut, piece)).number
                 keys.append(key)
             for key in reversed(keys):
                 self._blocks.move_to_end(key)
-            while len(self._blocks) > MOST_BLOCKS:
-                self._blocks.popitem(last=False)
+            while len(self._blocks) > MOST_BLOCKS or self._num_ids > MOST_IDS:
+                self._num_ids -= len(self._blocks.popitem(last=False)[1].ids)
         return array("i", b"".join([*(block.ids for block in known), *arrays]))
+
+    def _add(self, block: _Block) -> _Block:
+        """What is known under a block's key."""
+        found = self._blocks.setdefault(block.key, block)
+        if found is block:
+            self._num_ids += len(block.ids)
+        return found

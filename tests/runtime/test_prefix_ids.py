@@ -201,3 +201,18 @@ def test_it_stays_in_its_process() -> None:
     data = pickle.dumps(tokenizer)
     assert abs(len(data) - before) < 1000
     assert not pickle.loads(data)._beginnings._blocks
+
+
+def test_texts_without_boundaries_take_no_more_memory_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block in which a boundary comes at last has the ids of all that is before it."""
+    monkeypatch.setattr(prefix_ids, "MOST_IDS", 20_000)
+    ledger = Ledger()
+    run = "1" * 4000
+    for n in range(50):
+        text = f"{run}x{n} " + "word " * 200
+        assert ledger(text) == array("i", map(ord, text))
+        known = ledger.known
+        assert known._num_ids == sum(len(block.ids) for block in known._blocks.values()) <= 20_000
+    assert ledger.new(text) < 600
+    huge = "1" * 6000 + " " + "word " * 200
+    assert ledger.new(huge) == ledger.new(huge) == len(huge)  # too large a share

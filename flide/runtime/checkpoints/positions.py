@@ -41,11 +41,12 @@ class Reuse(Compact):
         end = len(encoded.shared)
         if request.checkpoint is False or not end:
             return cls(end, (), request.cache_salt)
-        found = _tokens_before(_places(request, encoded.text, format), encoded.text, end, format.tokenizer)
-        places = sorted({place for place in found if NEAR < place < end})
-        if end - (places[-1] if places else 0) > NEAR:
-            places.append(end)
-        return cls(end, tuple(places), request.cache_salt)
+        places = _places(request, encoded.text, format)
+        found = _tokens_before(places, encoded.text, end, format.tokenizer, request.cache_salt)
+        saves = sorted({place for place in found if NEAR < place < end})
+        if end - (saves[-1] if saves else 0) > NEAR:
+            saves.append(end)
+        return cls(end, tuple(saves), request.cache_salt)
 
 
 def _places(request: DecisionRequest, text: str, format: DecisionFormat) -> list[int]:
@@ -62,37 +63,52 @@ def _places(request: DecisionRequest, text: str, format: DecisionFormat) -> list
         first = len(body) - len(state)
         return [len(body)] if hint is None or hint >= len(state) or first < 0 else [first + hint, len(body)]
     places = [len(body.rstrip('"]}'))]
-    messages = _messages(state)
-    if len(messages) > 1:
-        places.append(body.rfind(render_value(messages[-1])))
-    if hint is not None and 0 < hint < len(messages):
-        first = body.rfind(render_value(messages))
-        places.append(first + len(render_value(messages[:hint])) if first >= 0 else -1)
+    for sort_keys in (False, True):  # as formats write JSON
+        messages, closing = _messages(state, sort_keys)
+        behind = _json(messages[-1], sort_keys) + closing if messages else ""
+        # Only ends are compared: to search for a message would take the product of two lengths that users choose.
+        if not messages or not body.endswith(behind):
+            continue
+        if len(messages) > 1:
+            places.append(len(body) - len(behind))
+        if hint is not None and 0 < hint < len(messages):
+            before, whole = (len(_json(x, sort_keys)) for x in (messages[:hint], messages))
+            places.append(len(body) - len(closing) + 1 - whole + before)
+        break
     return [place for place in places if place > 0]
 
 
-def _messages(state: Value) -> list[Value]:
-    """A list, also the last entry of an object."""
-    last = list(state.values())[-1] if isinstance(state, dict) and state else state
-    return last if isinstance(last, list) else []
+def _messages(state: Value, sort_keys: bool) -> tuple[list[Value], str]:
+    """A list, also the last entry of an object, and what is written behind its last message."""
+    if isinstance(state, dict) and state:
+        last = state[max(state)] if sort_keys else list(state.values())[-1]
+        return (last, "]}") if isinstance(last, list) else ([], "")
+    return (state, "]") if isinstance(state, list) else ([], "")
 
 
-def _tokens_before(places: Sequence[int], text: str, end: int, tokenizer: PromptTokenizer) -> Iterable[int]:
+def _json(value: Value, sort_keys: bool) -> str:
+    """A value as it is written inside of others."""
+    return render_value([value], sort_keys=sort_keys)[1:-1]
+
+
+def _tokens_before(
+    places: Sequence[int], text: str, end: int, tokenizer: PromptTokenizer, salt: str | None
+) -> Iterable[int]:
     """How many of the first ``end`` tokens stand before each place of the text, at its last safe boundary."""
     if not places:
         return
     begin = max(0, min(places) - WINDOW)
     window = text[begin:].rstrip() if tokenizer.frame.strips_right else text[begin:]
-    in_window = _count(window, tokenizer)
+    in_window = _count(window, tokenizer, salt)
     for place in places:
-        count = _count(text[begin:place], tokenizer)
+        count = _count(text[begin:place], tokenizer, salt)
         if count:
             yield end - (in_window - count)
 
 
-def _count(text: str, tokenizer: PromptTokenizer) -> int:
+def _count(text: str, tokenizer: PromptTokenizer, salt: str | None) -> int:
     """Tokens up to the last safe boundary."""
-    return len(tokenizer.encode_prompts(text, [""])[0])
+    return len(tokenizer.encode_prompts(text, [""], salt=salt)[0])
 
 
 __all__ = ["Reuse"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
 
 from flide import DecisionRequest, Noul
-from flide.runtime.checkpoints.positions import NEAR, Reuse
+from flide.runtime.checkpoints.positions import NEAR, Reuse, _places
 from flide.runtime.format import DecisionFormat
 from flide.runtime.openjev import OpenJevFormat
+from flide.runtime.prefix_ids import PrefixIds
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_tokenizer import wrap
@@ -66,6 +68,55 @@ def test_messages_keep_the_tokens_before_the_last_one_and_before_their_end(famil
     hinted = ask(3, PROSE * 3, checkpoint=1)[0].saves
     assert set(found.saves) < set(hinted)
     assert ask(1, "another one")[1][: hinted[0]] == shared[: hinted[0]]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_messages_may_be_strings_and_objects_whose_keys_are_in_any_order(kind: str) -> None:
+    format = FORMATS[kind](tokenizer("qwen3.5"))
+    for messages in (
+        [f'{n} "{PROSE * 4}"' for n in range(4)],
+        [{"role": "user", "content": f"{n} {PROSE * 4}", "also": {"b": n, "a": [n]}} for n in range(4)],
+    ):
+        for state in (messages, {"a": 1, "messages": messages}):
+            other = [*messages[:-1], "another one"]
+            found, shared = reuse(format, state, checkpoint=2)
+            hinted, before, end = found.saves
+            assert 0 < hinted < before < end
+            assert (
+                reuse(format, other if state is messages else {"a": 1, "messages": other})[1][:before]
+                == shared[:before]
+            )
+            fewer = messages[:3]
+            assert (
+                reuse(format, fewer if state is messages else {"a": 1, "messages": fewer})[1][:hinted]
+                == shared[:hinted]
+            )
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_places_in_hostile_messages_are_found_in_time_that_their_length_bounds(kind: str) -> None:
+    format = FORMATS[kind](tokenizer("qwen3.5"))
+    run = "a" * 500_000
+    for messages in ([run * 3, 'a"' + run], [{"a": run * 3}, {"b": run, "a": 1}]):
+        request = DecisionRequest(messages, {"q": Noul("Is it done?")})
+        text = format.state_text(messages)
+        began = time.perf_counter()
+        assert _places(request, text, format)
+        assert time.perf_counter() - began < 2  # to search for the last message takes minutes
+
+
+def test_what_is_read_to_find_places_is_kept_by_salt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = ChatFormat(tokenizer("qwen3.5"))
+    salts, find = set(), PrefixIds.find
+
+    def spy(self: PrefixIds, text: str, salt: str | None = None) -> Any:
+        salts.add(salt)
+        return find(self, text, salt)
+
+    monkeypatch.setattr(PrefixIds, "find", spy)
+    for state in (PROSE * 20, [PROSE * 20, PROSE * 20]):
+        reuse(format, state, cache_salt="x", checkpoint=1)
+    assert salts == {"x"}
 
 
 @pytest.mark.parametrize("family", OTHERS)
