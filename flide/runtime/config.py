@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +14,7 @@ from flide.runtime.tree import MAX_DEPTH
 
 ROUND_TOKENS_CPU = 4096
 ROUND_TOKENS_CUDA = 16384
+MOST_GB = 1e9  # more is no memory, and may be no number of bytes either
 GRAPH_MODES = ("auto", "explicit", "reduce-overhead", "off")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -87,8 +87,8 @@ class EngineConfig:
             raise ValueError(f"depth must be 2 or {MAX_DEPTH} levels or None, got {self.depth!r}")
         for name in ("checkpoint_gb", "checkpoint_host_gb"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_GB:
+                raise ValueError(f"{name} must be a number from 0 to {MOST_GB:g}, got {value!r}")
         if self.checkpoint_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"checkpoint_dtype must be float32 or bfloat16, got {self.checkpoint_dtype!r}")
         if self.checkpoint_host_gb and not self.checkpoint_gb:

@@ -144,7 +144,8 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], runner: RoundRunner, *, w
                 arrivals.put(None)  # seen again when what waits is done
                 return False
             waiting.extend(jobs)
-            runner.expect(job.prepared for job in jobs)
+            with contextlib.suppress(Exception):  # what is not brought ahead is looked for when its round is planned
+                runner.expect(job.prepared for job in jobs)
     return True
 
 
@@ -152,7 +153,15 @@ def _next_round(waiting: deque[Job], runner: RoundRunner) -> tuple[list[Job], Ro
     """The next jobs that share a round, without those that were cancelled."""
     batch: list[Job] = []
     plan = runner.plan()
-    while waiting and plan.add(waiting[0].prepared):
+    while waiting:
+        try:
+            if not plan.add(waiting[0].prepared):
+                break
+        except Exception as error:  # noqa: BLE001 - it is reported where the answer is awaited
+            job = waiting.popleft()
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(_as_exception(error))
+            continue
         job = waiting.popleft()
         if job.future.set_running_or_notify_cancel():
             batch.append(job)

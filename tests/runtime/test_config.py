@@ -34,6 +34,8 @@ from flide import EngineConfig
         ({"checkpoint_gb": -1}, "checkpoint_gb"),
         ({"checkpoint_gb": True}, "checkpoint_gb"),
         ({"checkpoint_gb": float("nan")}, "checkpoint_gb"),
+        ({"checkpoint_gb": 10**400}, "checkpoint_gb must be a number from 0 to 1e"),
+        ({"checkpoint_gb": 1e308}, "checkpoint_gb must be a number from 0 to 1e"),
         ({"checkpoint_host_gb": 1}, "needs checkpoint_gb"),
         ({"checkpoint_dtype": "float16"}, "checkpoint_dtype"),
         ({"checkpoint_gb": 1, "fork": False}, "needs fork=True"),

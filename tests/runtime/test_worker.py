@@ -352,6 +352,29 @@ def test_a_round_that_fails_at_its_end_is_run_again_one_by_one(gate: Gate, ahead
     worker.close()
 
 
+def test_a_request_that_cannot_be_planned_fails_alone() -> None:
+    class Plan(RoundPlan):
+        def add(self, request: Any) -> bool:
+            if request.name == "bad":
+                raise MemoryError("no memory")
+            return super().add(request)
+
+    class Strict(Runner):
+        def expect(self, requests: Any) -> None:
+            raise MemoryError("no memory")
+
+        def plan(self) -> RoundPlan:
+            return Plan(self.limit, self.max_requests)
+
+    worker = start(Strict())
+    jobs = jobs_of("a", "bad", "b")
+    worker.submit(jobs)
+    assert [jobs[i].future.result(TIMEOUT) for i in (0, 2)] == ["answer to a", "answer to b"]
+    with pytest.raises(MemoryError):
+        jobs[1].future.result(TIMEOUT)
+    worker.close()
+
+
 def test_a_runner_that_cannot_start_is_reported_and_leaves_no_thread() -> None:
     class Broken(Runner):
         def start(self) -> None:

@@ -52,9 +52,9 @@ class Budget:
         Raises:
             ValueError: there is no room for a single checkpoint.
         """
-        available = int(gib * GIB)
-        if not available:
+        if not gib:
             return cls()
+        available = int(gib * GIB)
         slots = int(STATE_SHARE * available) // item.slot if item.slot else 0
         pages = (available - slots * item.slot) // item.page if item.page else slots
         slots = slots if item.slot else pages

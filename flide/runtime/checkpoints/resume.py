@@ -3,6 +3,7 @@ computed once."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,21 +71,24 @@ def resume(store: CheckpointStore, plan: RoundPlan) -> ResumedRound:
 
 def _groups(store: CheckpointStore, plan: RoundPlan) -> list[_Group]:
     """Requests of one salt with the same state, where putting them together saves rows, and all others alone."""
-    alike: dict[object, list[list[int]]] = {}
+    states = [
+        (x.reuse.salt, key[: x.reuse.state_tokens * TOKEN_BYTES])
+        for x, key in zip(plan.requests, plan.keys, strict=True)
+    ]
+    ends = [(salt, len(state), state[-16 * TOKEN_BYTES :]) for salt, state in states]
+    counts = Counter(ends)
+    alike: dict[tuple[str | None, bytes], list[int]] = {}
     together: list[list[int]] = []
-    for index, (request, key) in enumerate(zip(plan.requests, plan.keys, strict=True)):
-        end = request.reuse.state_tokens * TOKEN_BYTES
-        if not end or request.layout.depth == 1:
-            together.append([index])
-            continue
-        # Most states differ at their ends.
-        candidates = alike.setdefault((request.reuse.salt, end, key[end - 16 * TOKEN_BYTES : end]), [])
-        same = next((x for x in candidates if plan.keys[x[0]].startswith(key[:end])), None)
-        if same is not None:
-            same.append(index)
+    for index, request in enumerate(plan.requests):
+        # Most states differ at their ends: only of the others all is hashed.
+        if counts[ends[index]] > 1 and states[index][1] and request.layout.depth > 1:
+            members = alike.setdefault(states[index], [])
+            members.append(index)
+            if len(members) > 1:
+                continue
         else:
-            candidates.append([index])
-            together.append(candidates[-1])
+            members = [index]
+        together.append(members)
     return [group for members in together for group in _merged(store, plan, members)]
 
 

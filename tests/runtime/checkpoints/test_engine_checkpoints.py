@@ -69,9 +69,11 @@ def test_without_a_budget_there_is_no_store(engine: Engine) -> None:
     assert not engine.reader.checkpoints
 
 
-def test_a_budget_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds no checkpoint of this model"):
-        tiny_engine(EngineConfig(device="cpu", checkpoint_gb=1e-6))
+@pytest.mark.parametrize("gb", [1e-6, 1e-12])
+def test_a_budget_that_holds_nothing_is_refused(gb: float) -> None:
+    for options in ({"checkpoint_gb": gb}, {"checkpoint_gb": 0.01, "checkpoint_host_gb": gb}):
+        with pytest.raises(ValueError, match="holds no checkpoint of this model"):
+            tiny_engine(EngineConfig(device="cpu", **options))
 
 
 @pytest.mark.parametrize("ending", ["", ".", "word", " 12", "\n\n", '"}', "\u4f60\u597d"])

@@ -122,6 +122,20 @@ def test_the_same_state_is_computed_once_in_a_round(askers: tuple[Asker, Asker])
         same(got, fresh.ask(one)[0][0])
 
 
+def test_only_whole_states_are_the_same(askers: tuple[Asker, Asker]) -> None:
+    """Those that are as long and end alike stay apart, whatever they begin with."""
+    kept, fresh = askers
+    rng = random.Random(1008)
+    state = tokens(rng, 120, kept.vocab)
+    states = [state, [*state[:40], state[40] ^ 1, *state[41:]], [state[0] ^ 1, *state[1:]], state]
+    asked = [request(x, [tokens(rng, 3, kept.vocab)]) for x in states]
+    asked.append(request(state, [tokens(rng, 3, kept.vocab)], salt="other"))
+    results = kept.ask(*asked)
+    assert [reused for _, reused in results] == [0, 0, 0, 120, 0]
+    for (got, _), one in zip(results, asked, strict=True):
+        same(got, fresh.ask(one)[0][0])
+
+
 def histories(rng: random.Random, vocab: int) -> Iterator[list[LogitsRequest]]:
     """Rounds of agents whose states grow, are cut short and branch off, some of them at the same time."""
     states: list[list[int]] = [tokens(rng, rng.randrange(1, 150), vocab) for _ in range(6)]
