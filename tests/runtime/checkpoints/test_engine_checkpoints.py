@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -172,6 +173,88 @@ def test_one_by_one_and_many_at_once_give_the_same_answers(engine: Engine, count
             stats = found.checkpoint_stats()
             assert stats.hits > 5
             assert stats.bytes <= stats.capacity_bytes <= 0.004 * 2**30
+
+
+def test_another_salt_costs_what_a_cold_one_costs(keeping: Engine) -> None:
+    """Rows of rounds, and characters that are encoded but for single words."""
+    rng = random.Random(9)
+    state, other = words(rng, 300), words(rng, 300)
+    blocks, reports = keeping.format.tokenizer._beginnings, []
+    assert blocks is not None
+    end = keeping.observe(reports.append)
+
+    def cost(state: str, salt: str | None) -> tuple[int, int, int]:
+        reports.clear()
+        before = len(blocks._blocks)
+        (decision,) = keeping.decide([DecisionRequest(state, QUESTIONS, cache_salt=salt)])
+        (report,) = reports
+        return decision.usage.reused_tokens, report.trunk_tokens, len(blocks._blocks) - before
+
+    cold = cost(state, None)
+    assert cold[0] == 0
+    assert cost(state, "someone") == cost(state, "someone else") == cold
+    assert cost(state, "someone")[1] < cold[1] / 10
+    end()
+    together = [DecisionRequest(other, QUESTIONS, cache_salt=salt) for salt in (None, "a", "b", "a")]
+    reused = [decision.usage.reused_tokens for decision in keeping.decide(together)]
+    assert reused[:3] == [0, 0, 0]
+    assert reused[3] > 0
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read as Linux tells it")
+def test_memory_stays_within_what_was_planned_over_ten_thousand_mixed_requests() -> None:
+    """States that grow, are cut short and are the same, of several salts; some leave."""
+    rng = random.Random(12)
+    budget = 0.02
+    with tiny_engine(EngineConfig(device="cpu", checkpoint_gb=budget, checkpoint_host_gb=budget)) as engine:
+        store, peaks, done = engine._store, [], 0
+        assert store is not None
+        states: list[Any] = [words(rng, 30), [], {"messages": []}]
+        asked = tokens = 0
+        while done < 10_000:
+            batch = []
+            for _ in range(rng.choice([1, 4, 16, 64])):
+                state = rng.choice(states)
+                if rng.random() < 0.7:
+                    if isinstance(state, str):
+                        state = state[: rng.randrange(3000)] + words(rng, rng.choice([1, 10, 60]))
+                    else:
+                        messages = state if isinstance(state, list) else state["messages"]
+                        messages = [*messages[-9:], {"role": "user", "content": words(rng, 20)}]
+                        state = messages if isinstance(state, list) else {"messages": messages}
+                    states = [*states[-20:], state]
+                questions = rng.choice([QUESTIONS, MORE, {**MORE, **QUESTIONS}])
+                salt, keep = rng.choice([None, "a", "b"]), rng.choice([True, True, False, 2, 500])
+                batch.append(DecisionRequest(state, questions, cache_salt=salt, checkpoint=keep))
+            futures = [engine.submit(engine.prepare(request)) for request in batch]
+            for future in futures:
+                if rng.random() < 0.05:
+                    future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    usage = future.result().usage
+                    asked, tokens = asked + 1, tokens + usage.reused_tokens
+            done += len(batch)
+            peaks.append((done, resident()))
+            stats = engine.checkpoint_stats()
+            assert stats is not None
+            assert stats.bytes <= stats.capacity_bytes <= budget * 2**30
+            assert stats.host_bytes <= stats.host_capacity_bytes <= budget * 2**30
+    store.check()
+    assert not any(x.pins for tree in store._trees.values() for x in tree.values())
+    stats = store.stats()
+    assert min(stats.hits, stats.evictions, stats.offloads, stats.restores) > 100
+    warm = max(size for count, size in peaks if count < 2000)
+    peak = max(size for _, size in peaks)
+    print(asked, tokens, stats, warm >> 20, peak >> 20)
+    assert peak - warm < 60 << 20, "memory grows with the requests"
 
 
 @pytest.mark.parametrize("options", [{"checkpoint_gb": 1e6}, {"checkpoint_gb": 0.01, "checkpoint_host_gb": 1e6}])
