@@ -138,8 +138,9 @@ class PrefixIds:
         return array("i", b"".join([*(block.ids for block in known), *arrays]))
 
     def _add(self, block: _Block) -> _Block:
-        """What is known under a block's key."""
-        found = self._blocks.setdefault(block.key, block)
-        if found is block:
+        """What is known under a block's key: another one's, where it came first."""
+        found = self._blocks.get(block.key)
+        if found is None:
+            self._blocks[block.key] = found = block
             self._num_ids += len(block.ids)
         return found

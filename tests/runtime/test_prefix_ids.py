@@ -210,9 +210,10 @@ def test_texts_without_boundaries_take_no_more_memory_than_others(monkeypatch: p
     run = "1" * 4000
     for n in range(50):
         text = f"{run}x{n} " + "word " * 200
-        assert ledger(text) == array("i", map(ord, text))
-        known = ledger.known
-        assert known._num_ids == sum(len(block.ids) for block in known._blocks.values()) <= 20_000
+        for asked in (text, text + "more " * 100, "word " * 600):
+            assert ledger(asked) == array("i", map(ord, asked))
+            known = ledger.known
+            assert known._num_ids == sum(len(block.ids) for block in known._blocks.values()) <= 20_000
     assert ledger.new(text) < 600
     huge = "1" * 6000 + " " + "word " * 200
     assert ledger.new(huge) == ledger.new(huge) == len(huge)  # too large a share
