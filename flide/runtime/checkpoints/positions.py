@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flide.errors import RequestError
 from flide.runtime.compact import Compact
 from flide.runtime.format import DecisionFormat, EncodedRequest
 from flide.runtime.prompt import render_value
@@ -12,6 +14,7 @@ from flide.runtime.request import DecisionRequest, Value
 from flide.runtime.tokenizer import PromptTokenizer
 
 WINDOW = 256  # characters before a place that are read to find its token: a safe boundary is among them
+LONG = 1024  # characters from there to the end that are rather not encoded again
 NEAR = 32  # tokens: of two places that are so close the first is enough, and the beginning of a trunk needs none
 
 _PROBE = "\x00"  # a state of its own, to see what a format puts behind one
@@ -42,8 +45,11 @@ class Reuse(Compact):
         if request.checkpoint is False or not end:
             return cls(end, (), request.cache_salt)
         places = _places(request, encoded.text, format)
-        found = _tokens_before(places, encoded.text, end, format.tokenizer, request.cache_salt)
-        saves = sorted({place for place in found if NEAR < place < end})
+        try:
+            found = set(_tokens_before(places, encoded, format.tokenizer, request.cache_salt))
+        except RequestError:  # of text that this format reads as control tokens, and that is none by itself
+            found = set()
+        saves = sorted(place for place in found if NEAR < place < end)
         if end - (saves[-1] if saves else 0) > NEAR:
             saves.append(end)
         return cls(end, tuple(saves), request.cache_salt)
@@ -92,18 +98,23 @@ def _json(value: Value, sort_keys: bool) -> str:
 
 
 def _tokens_before(
-    places: Sequence[int], text: str, end: int, tokenizer: PromptTokenizer, salt: str | None
+    places: Sequence[int], encoded: EncodedRequest, tokenizer: PromptTokenizer, salt: str | None
 ) -> Iterable[int]:
-    """How many of the first ``end`` tokens stand before each place of the text, at its last safe boundary."""
-    if not places:
-        return
-    begin = max(0, min(places) - WINDOW)
-    window = text[begin:].rstrip() if tokenizer.frame.strips_right else text[begin:]
-    in_window = _count(window, tokenizer, salt)
+    """How many of the shared tokens stand before each place of the text, at its last safe boundary."""
+    text, shared, frame = encoded.text, encoded.shared, tokenizer.frame
     for place in places:
+        begin = max(0, place - WINDOW)
+        if len(text) - begin > LONG:
+            # Nearly all of it is known by now (``PrefixIds``). Where control tokens are read, ids may be others.
+            before = frame.head_text + (text[:place].lstrip() if frame.strips_left else text[:place])
+            ids = array("i", frame.head_ids) + tokenizer.encode_prompts(before, [], salt=salt)[0]
+            if shared[: len(ids)] == ids:
+                yield len(ids)
+                continue
+        window = text[begin:].rstrip() if frame.strips_right else text[begin:]
         count = _count(text[begin:place], tokenizer, salt)
         if count:
-            yield end - (in_window - count)
+            yield len(shared) - _count(window, tokenizer, salt) + count
 
 
 def _count(text: str, tokenizer: PromptTokenizer, salt: str | None) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from typing import Any
 
 import pytest
 
-from flide import DecisionRequest, Noul
+from flide import DecisionRequest, Noul, RequestError
+from flide.runtime.checkpoints import positions
 from flide.runtime.checkpoints.positions import NEAR, Reuse, _places
 from flide.runtime.format import DecisionFormat
 from flide.runtime.openjev import OpenJevFormat
@@ -16,7 +18,7 @@ from flide.runtime.prefix_ids import PrefixIds
 from flide.runtime.prompt import ChatFormat
 from flide.runtime.tokenizer import PromptTokenizer
 from tests.tiny_tokenizer import wrap
-from tests.tokenizer_families import FAMILIES, OTHERS
+from tests.tokenizer_families import FAMILIES, FRAGMENTS, OTHERS
 
 PROSE = "the order is late, a b word (12) don't. "
 MORE = ["", ".", "s", " and more", "\n\nQuestion: ", "12", '"', "\u0301", "  ", "\u4f60"]
@@ -93,6 +95,25 @@ def test_messages_may_be_strings_and_objects_whose_keys_are_in_any_order(kind: s
             )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_far_from_the_end_places_are_the_same_ones(monkeypatch: pytest.MonkeyPatch, family: str, kind: str) -> None:
+    made = {"chat": functools.partial(ChatFormat, style="question"), "open-jev": OpenJevFormat}[kind]
+    format, rng = made(tokenizer(family)), random.Random(family)
+    for _ in range(20):
+        messages = ["".join(rng.choice(FRAGMENTS) for _ in range(rng.randrange(200))) + PROSE for _ in range(3)]
+        state = rng.choice([messages, {"messages": messages}, "".join(messages)])
+        found = []
+        for long in (1 << 30, 0):
+            monkeypatch.setattr(positions, "LONG", long)
+            found.append(reuse(format, state, checkpoint=1))
+        (near, shared), (far, _) = found
+        assert set(near.saves) <= set(far.saves) or kind == "open-jev", "there a boundary may be farther away"
+        text = format.state_text(state)
+        for place in far.saves:
+            assert format.tokenizer.encode_chat(text + "s", [""], escape=format.escapes)[0][:place] == shared[:place]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_places_in_hostile_messages_are_found_in_time_that_their_length_bounds(kind: str) -> None:
     format = FORMATS[kind](tokenizer("qwen3.5"))
@@ -140,3 +161,16 @@ def test_a_format_that_takes_other_states_keeps_their_end() -> None:
 
     found, shared = reuse(Keys(tokenizer("qwen3.5")), {PROSE * 9: 1})
     assert found.saves == (len(shared),)
+
+
+def test_no_request_is_refused_for_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = ChatFormat(tokenizer("qwen3.5"))
+    request = DecisionRequest(PROSE * 60, {"q": Noul("Is it done?")})
+    encoded = format.encode(request)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RequestError("a control token")
+
+    monkeypatch.setattr(format.tokenizer, "encode_prompts", refuse)
+    assert Reuse.of(request, encoded, format).saves == (len(encoded.shared),)
+    monkeypatch.undo()
