@@ -16,7 +16,7 @@ from tests.models.gemma4 import tiny_gemma4
 from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, request, tokens
 from tests.tiny_model import tiny_model_directory
-from tests.tolerance import LOGITS_FP32
+from tests.tolerance import LOGITS_FP32, PROBABILITY_FP32
 
 
 def qwen() -> Qwen35ForDecision:
@@ -36,6 +36,9 @@ MODELS = {"qwen": qwen, "gemma": gemma}
 def same(got: np.ndarray, want: np.ndarray) -> None:
     assert want.std() > 0.1
     assert np.abs(got - want).max() <= LOGITS_FP32 * want.std()
+    both = [np.exp(x - x.max(1, keepdims=True)) for x in (got, want)]
+    got, want = (x / x.sum(1, keepdims=True) for x in both)
+    assert np.abs(got - want).max() <= PROBABILITY_FP32
 
 
 @pytest.fixture(scope="module", params=MODELS)

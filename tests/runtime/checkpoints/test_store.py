@@ -73,11 +73,11 @@ def test_what_saves_most_work_for_its_bytes_stays_although_it_was_used_before() 
         assert kept.has(1, 6400)
     # Behind one that is there anyway little is saved.
     kept = Kept(pages=1000, slots=3)
-    kept.ask(1, 2 * PAGE_SIZE, [PAGE_SIZE])
-    kept.ask(1, 2 * PAGE_SIZE, [PAGE_SIZE + 1])
+    kept.ask(1, 2 * PAGE_SIZE, [2 * PAGE_SIZE - 1])
+    kept.ask(1, 2 * PAGE_SIZE, [2 * PAGE_SIZE])
     kept.ask(2, 64, [64])
     kept.ask(3, 64, [64])
-    assert [kept.has(1, PAGE_SIZE), kept.has(1, PAGE_SIZE + 1)] == [True, False]
+    assert [kept.has(1, 2 * PAGE_SIZE - 1), kept.has(1, 2 * PAGE_SIZE)] == [True, False]
 
 
 def test_what_was_used_is_not_kept_for_ever() -> None:
