@@ -74,9 +74,16 @@ class RoundPlan:
         self._needed.pop()
         if self._store is not None:
             self.keys.pop()
-            source = self.sources.pop()
-            if source is not None:
-                self._store.release(source)
+            self.release(-1)
+            self.sources.pop()
+
+    def release(self, index: int) -> None:
+        """Let a request start from nothing."""
+        source = self.sources[index]
+        if source is not None:
+            assert self._store is not None, "where there are sources"
+            self._store.release(source)
+            self.sources[index] = None
 
     def _have_scratch(self, request: Runnable, depth: int) -> bool:
         """Whether there is a scratch state for each trunk and each branch with leaves. With two levels only requests,

@@ -381,7 +381,12 @@ class RoundRunner:
         if self.store is None:
             layouts = [request.layout for request in plan.requests]
             return PendingRound(plan.requests, self.streams.submit(layouts, plan.needed), runner=self)
-        resumed = resume(self.store, plan)
+        try:
+            resumed = resume(self.store, plan)
+        except BaseException:
+            for index in range(len(plan.sources)):
+                plan.release(index)
+            raise
         stored = resumed.stored
         try:
             logits = self.streams.submit(resumed.layouts, resumed.needed, stored.caches, stored.copies)

@@ -47,8 +47,7 @@ def resume(store: CheckpointStore, plan: RoundPlan) -> ResumedRound:
     """Lay out a round that was planned with the store."""
     for index, source in enumerate(plan.sources):
         if source is not None and source.gone:  # of a round that went wrong after this one was planned
-            store.release(source)
-            plan.sources[index] = None
+            plan.release(index)
     requests, layouts, trunks, groups, reused = plan.requests, [], [], [], [0] * len(plan.requests)
     for group in _groups(store, plan):
         members = [requests[index] for index in group.members]
@@ -107,10 +106,12 @@ def _merged(store: CheckpointStore, plan: RoundPlan, members: Sequence[int]) -> 
         rows += num_branches * (group.length - length)
     if rows >= sum(x.length - (0 if x.source is None else x.source.length) for x in alone):
         return alone
-    if source is not None:
-        sources.remove(source)  # compared by identity
-    for other in sources:
-        store.release(other)
+    kept = False  # one of the pins that the source has
+    for i in members:
+        if plan.sources[i] is source and not kept:
+            kept = True
+        else:
+            plan.release(i)
     return [_Group([*members], length, source)]
 
 

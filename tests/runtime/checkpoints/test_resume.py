@@ -12,6 +12,7 @@ import torch
 
 from flide.models import Gemma4ForDecision, Qwen35ForDecision, gemma4, qwen3_5
 from flide.runtime.rounds import LogitsRequest
+from flide.runtime.tree import TreeLayout
 from tests.models.gemma4 import tiny_gemma4
 from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, request, tokens
@@ -197,6 +198,22 @@ def nan_asker() -> tuple[Asker, int]:
     model, nan = qwen(), 2 * LABELS
     model.model.embed_tokens.weight.data[nan] = float("nan")
     return Asker(model, pages=50, slots=50), nan
+
+
+def test_a_round_that_cannot_be_laid_out_leaves_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Asker(qwen(), pages=20, slots=5)
+    kept.ask(request([7] * 70, [[1]], saves=[70]))
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeLayout, "resumed", fail)
+        for asked in ([request([7] * 90, [[1]])], [request([7] * 90, [[k]]) for k in (1, 2)]):
+            with pytest.raises(MemoryError):
+                kept.ask(*asked)
+    assert [checkpoint.pins for tree in kept.store._trees.values() for checkpoint in tree.values()] == [0]
+    assert kept.ask(request([7] * 90, [[1]]))[0][1] == 70
 
 
 def test_what_is_not_finite_leaves_nothing_behind_and_takes_nobody_along() -> None:
