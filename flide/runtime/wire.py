@@ -87,6 +87,9 @@ def _parse_extras(extras: Any, problems: _Problems) -> dict[str, Any]:
         problems.add(("x_flide",), "Input should be an object or null", "dict_type")
         return {}
     given = {name: extras[name] for name in CACHE_OPTIONS if extras.get(name) is not None}
+    number = given.get("checkpoint")
+    if isinstance(number, float) and number.is_integer():  # JSON makes no difference between 3 and 3.0
+        given["checkpoint"] = int(number)
     check_cache_options(given.get("cache_salt"), given.get("checkpoint", True), ("x_flide",), problems)
     return given
 

@@ -71,7 +71,7 @@ def noul(criteria: Any) -> dict[str, Any]:
         ),
         *(
             pytest.param(body(x_flide={"checkpoint": place}), [(("x_flide", "checkpoint"), "int_type")])
-            for place in (-1, MAX_CHECKPOINT + 1, 1.0, "end", [3], {})
+            for place in (-1, MAX_CHECKPOINT + 1, 1.5, -1.0, "end", [3], {})
         ),
         pytest.param(
             body(x_flide={"checkpoint": "a", "cache_salt": 1}),
@@ -245,6 +245,11 @@ def test_body_within_the_contract_survives_unchanged(value: dict[str, Any]) -> N
     assert request.to_dict() == value
     assert parse_request(request) == request
     assert parse_body(parse_json(json.dumps(value))) == request
+
+
+def test_a_checkpoint_is_a_whole_number_however_it_is_written() -> None:
+    found = parse_body(body(x_flide={"checkpoint": 3.0})).checkpoint
+    assert (found, type(found)) == (3, int)
 
 
 @pytest.mark.parametrize(
