@@ -10,11 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|bash)\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.slow  # .ci/run has it beside the fast tests
 def test_the_page_leads_from_tickets_to_answers(tmp_path: Path) -> None:
     """One shell for all blocks, so that a variable set in one is there in the next."""
     bin_directory = tmp_path / "bin"

@@ -43,6 +43,7 @@ def assert_same_answers(config: EngineConfig, expected: list[Any]) -> list[Any]:
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler on the CPU"
 )
+@pytest.mark.slow  # .ci/run has it beside the fast tests
 def test_a_compiled_engine_compiles_once(engine: Engine) -> None:
     expected = engine.decide(REQUESTS)
     torch._dynamo.reset()
