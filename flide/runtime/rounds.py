@@ -376,6 +376,12 @@ class RoundRunner:
         """A round without requests, to be planned and begun on the thread that runs the rounds."""
         return RoundPlan(self.limit, self.max_requests, self.store)
 
+    def begin_alone(self, request: Runnable) -> PendingRound:
+        """Start a round of one request."""
+        plan = self.plan()
+        plan.add(request)
+        return self.begin(plan)
+
     def begin(self, plan: RoundPlan) -> PendingRound:
         """Start one round."""
         if self.store is None:
@@ -397,9 +403,7 @@ class RoundRunner:
 
     def again(self, request: Runnable) -> Any:
         """What becomes of a request in a round of its own."""
-        plan = self.plan()
-        plan.add(request)
-        (result,) = self.begin(plan).results()
+        (result,) = self.begin_alone(request).results()
         return result
 
     def result(self, request: Runnable, logits: OptionLogits) -> Any:

@@ -14,9 +14,10 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from flide.runtime.plan import RoundPlan
@@ -129,7 +130,7 @@ def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None
     if running is not None and batch and not plan.fits:
         running.finish()
         running = None
-    following = _Round(runner, batch, plan) if batch else None
+    following = _Round(runner, batch, partial(runner.begin, plan)) if batch else None
     if running is not None:
         running.finish()
     return following
@@ -144,8 +145,10 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], runner: RoundRunner, *, w
                 arrivals.put(None)  # seen again when what waits is done
                 return False
             waiting.extend(jobs)
-            with contextlib.suppress(Exception):  # what is not brought ahead is looked for when its round is planned
+            try:
                 runner.expect(job.prepared for job in jobs)
+            except Exception:  # what is not brought ahead is looked for when its round is planned
+                logger.exception("checkpoints could not be brought ahead")
     return True
 
 
@@ -173,11 +176,11 @@ def _next_round(waiting: deque[Job], runner: RoundRunner) -> tuple[list[Job], Ro
 class _Round:
     """Jobs that run together. Nothing here raises: the thread must outlive any round."""
 
-    def __init__(self, runner: RoundRunner, batch: list[Job], plan: RoundPlan) -> None:
+    def __init__(self, runner: RoundRunner, batch: list[Job], begin: Callable[[], PendingRound]) -> None:
         self._runner, self._batch = runner, batch
         self._outcome: PendingRound | BaseException
         try:
-            self._outcome = runner.begin(plan)
+            self._outcome = begin()
         except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
             self._outcome = error
 
@@ -206,9 +209,7 @@ class _Round:
             return [_as_exception(error)] * len(self._batch)
 
     def _alone(self, job: Job) -> _Round:
-        plan = self._runner.plan()
-        plan.add(job.prepared)
-        return _Round(self._runner, [job], plan)
+        return _Round(self._runner, [job], partial(self._runner.begin_alone, job.prepared))
 
 
 def _as_exception(error: BaseException) -> Exception:

@@ -14,6 +14,7 @@ import pytest
 
 from flide.runtime import StreamCapacity
 from flide.runtime.plan import RoundPlan
+from flide.runtime.rounds import RoundRunner
 from flide.runtime.worker import Job, Worker
 
 TIMEOUT = 20
@@ -49,6 +50,8 @@ class Runner:
         self.rounds.append(names)
         self.log.append(("begin", *names))
         return Pending(self, names)
+
+    begin_alone = RoundRunner.begin_alone
 
 
 class Pending:
@@ -400,4 +403,42 @@ def test_a_round_that_nothing_was_captured_for_does_not_hold_up_the_one_before_i
         job.future.result(TIMEOUT)
     order = [("begin", "first"), ("begin", "a"), ("finish", "first"), ("finish", "a"), ("begin", "huge")]
     assert runner.log == [*order, ("finish", "huge")]
+    worker.close()
+
+
+def test_a_request_that_cannot_be_planned_again_takes_nobody_along(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The round of all fails, and then one of them cannot be planned by itself."""
+    again = False
+
+    def fail(names: list[Any]) -> None:
+        nonlocal again
+        gate(names)
+        if len(names) > 1:
+            again = True
+            raise MemoryError("no memory for all")
+
+    class Plan(RoundPlan):
+        def add(self, request: Any) -> bool:
+            if again and request.name == "bad":
+                raise ZeroDivisionError
+            return super().add(request)
+
+    class Strict(Runner):
+        def expect(self, requests: Any) -> None:
+            raise ValueError("nothing can be expected")
+
+        def plan(self) -> RoundPlan:
+            return Plan(self.limit, self.max_requests)
+
+    worker = start(Strict(fail))
+    held_up(worker, gate)
+    good, bad, other = jobs = jobs_of("good", "bad", "other")
+    worker.submit(jobs)
+    gate.opened.set()
+    assert good.future.result(TIMEOUT) == "answer to good"
+    assert isinstance(bad.future.exception(TIMEOUT), ZeroDivisionError)
+    assert other.future.result(TIMEOUT) == "answer to other"
+    assert "could not be brought ahead" in caplog.text
     worker.close()
