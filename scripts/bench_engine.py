@@ -41,6 +41,7 @@ from flide.runtime.metadata import PAGE_SIZE
 from flide.runtime.reads import OptionReads
 from flide.runtime.request import Choice, DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.tree import prompts_of
 from flide.runtime.worker import Job, Worker
 from scripts.random_models import SIZES, config_of, random_model
 from scripts.workloads import FIXED, FIXED_CANDIDATES, SEEDED, CandidateShape, Shape, realistic
@@ -197,13 +198,6 @@ class Bench:
                 logits.append(self.model.label_logits(hidden_ND, rows_LD)[0] if head is None else head(hidden_ND)[0])
             found.append(torch.cat(logits).double().softmax(-1).cpu())
         return found
-
-
-def prompts_of(tree: TokenTree) -> list[list[int]]:
-    """The tokens from the root to each leaf, in order."""
-    if not tree.children:
-        return [list(tree.tokens)]
-    return [[*tree.tokens, *rest] for child in tree.children for rest in prompts_of(child)]
 
 
 def random_scalar_head(model: ForDecision) -> OpenJevHead:

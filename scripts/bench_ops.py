@@ -21,7 +21,7 @@ from flide.ops.fork_gated_delta.reference import fork_gated_delta_reference
 from flide.ops.fork_gated_delta.triton import fork_gated_delta_triton
 from flide.ops.fork_schedule import fork_schedule
 from flide.runtime import ForkMetadata, TrunkCache
-from flide.runtime.metadata import PAGE_SIZE
+from flide.runtime.metadata import PAGE_SIZE, num_pages
 from scripts.workloads import FIXED
 
 # key heads, value heads; query heads, key/value heads
@@ -60,7 +60,7 @@ def error_ratio(out: Tensor, exact: Tensor) -> float:
 def bench(workload: str, size: str) -> dict[str, float | None]:
     key_heads, heads, query_heads, kv_heads = SIZES[size]
     trunk = FIXED[workload].trunk
-    pages = tuple(range(-(-trunk // PAGE_SIZE)))
+    pages = tuple(range(num_pages(trunk)))
     meta = ForkMetadata.pack([FIXED[workload].tree()], caches=[TrunkCache(pages=pages)]).to("cuda")
     rows = meta.tokens.shape[0]
     tree = meta.segment_offsets, meta.segment_parents

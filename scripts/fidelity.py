@@ -33,9 +33,10 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Qwen3_5ForCausalLM
 from flide.models.decision import ForDecision, config_fields
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.metadata import fresh_caches
+from flide.runtime.tree import prompts_of
 from scripts.random_models import SIZES, config_of, random_model
 from scripts.workloads import Shape, realistic
-from tests.oracle import prompts_of, random_tree
+from tests.oracle import random_tree
 from tests.tolerance import BF16_ERROR_RATIO
 
 REFERENCE, THEIRS, OURS, COMPILED = "transformers float32", "transformers", "flide", "flide compiled"

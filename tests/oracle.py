@@ -78,14 +78,6 @@ def isolated_logits(model: Any, prompt: list[int]) -> Tensor:
     return model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
 
 
-def prompts_of(tree: TokenTree, prefix: tuple[int, ...] = ()) -> list[list[int]]:
-    """The isolated prompts a tree stands for, depth first."""
-    path = (*prefix, *tree.tokens)
-    if not tree.children:
-        return [list(path)]
-    return [prompt for child in tree.children for prompt in prompts_of(child, path)]
-
-
 def random_tokens(count: int, vocab: int, generator: torch.Generator) -> list[int]:
     return torch.randint(vocab, (count,), generator=generator).tolist()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from flide.runtime.metadata import PAGE_SIZE, StreamCapacity
+from flide.runtime.metadata import PAGE_SIZE, StreamCapacity, num_pages
 from flide.runtime.tree import TokenTree, TreeLayout
 
 # Each step of the ladder is at most this much larger than the one before, or by ALIGN rows: padding costs its share of
@@ -62,7 +62,7 @@ def capacity_ladder(max_tokens: int, *, depth: int = 2, cached_pages: int = 0) -
 def own_pages(max_tokens: int, max_prompt_tokens: int) -> int:
     """KV pages that a round with resumed trunks may need for itself: of each trunk the first and the last one may be
     broken."""
-    return max(max_tokens // PAGE_SIZE + 2 * MAX_REQUESTS, -(-max_prompt_tokens // PAGE_SIZE) + 1)
+    return max(max_tokens // PAGE_SIZE + 2 * MAX_REQUESTS, num_pages(max_prompt_tokens) + 1)
 
 
 def _row_classes(tokens: int) -> list[int]:
@@ -93,7 +93,7 @@ def needed_by(tree: TokenTree | TreeLayout, *, cached: int = 0) -> StreamCapacit
         tokens=max(1, layout.num_tokens),
         segments=layout.num_nodes,
         readouts=max(1, layout.num_reads),
-        pages=-(-(cached + layout.trunk_length) // PAGE_SIZE),
+        pages=num_pages(cached + layout.trunk_length),
         depth=max(2, layout.depth),
     )
 

@@ -33,13 +33,13 @@ from flide.runtime.capacity import (
 from flide.runtime.checkpoints.budget import Budgets
 from flide.runtime.checkpoints.pools import CheckpointPools, Pairs
 from flide.runtime.metadata import (
-    PAGE_SIZE,
     ForkMetadata,
     HostArena,
     StreamCapacity,
     TrunkCache,
     arena_size,
     fresh_caches,
+    num_pages,
 )
 from flide.runtime.streams import PendingLogits, StartReport, Step, StreamRun, compile_step, decision_step
 from flide.runtime.tree import TreeLayout
@@ -139,7 +139,7 @@ class CudaStreams:
         if graphs == "reduce-overhead" and not compile:
             raise ValueError("graphs='reduce-overhead' is a mode of torch.compile: it needs compile=True")
         model.belong_to(self)
-        cached_pages = 0 if budgets is None else max(MIN_CACHED_PAGES, -(-max_prompt_tokens // PAGE_SIZE))
+        cached_pages = 0 if budgets is None else max(MIN_CACHED_PAGES, num_pages(max_prompt_tokens))
         self.capacities = capacity_ladder(max_tokens, depth=depth, cached_pages=cached_pages)
         self.limit = self.capacities[-1]
         self.report = StartReport()
@@ -155,7 +155,7 @@ class CudaStreams:
         before = torch.cuda.memory_allocated(self._device)
         if budgets is None:
             self.pools = None
-            self.own_pages = max(self.limit.pages, -(-max_prompt_tokens // PAGE_SIZE))
+            self.own_pages = max(self.limit.pages, num_pages(max_prompt_tokens))
             model.allocate_pools(pages=self.own_pages, parents=MAX_REQUESTS)
         else:
             self.own_pages = own_pages(max_tokens, max_prompt_tokens)

@@ -84,7 +84,7 @@ class TrunkCache:
     Attributes:
         length: tokens the checkpoint covers; the tree's trunk holds only the tokens after them.
         slot: state-pool slot of that checkpoint (slot 0 is the permanent zero state).
-        pages: KV pages of the whole trunk, cached and new, ``ceil(total / PAGE_SIZE)`` of them in logical order.
+        pages: KV pages of the whole trunk, cached and new, ``num_pages(total)`` of them in logical order.
         saves: up to ``MAX_SAVES`` pairs (length, slot): keep the state after ``length`` tokens in ``slot``.
     """
 
@@ -94,12 +94,17 @@ class TrunkCache:
     saves: tuple[tuple[int, int], ...] = ()
 
 
+def num_pages(length: int) -> int:
+    """KV pages that hold so many tokens."""
+    return -(-length // PAGE_SIZE)
+
+
 def fresh_caches(trees: Sequence[TokenTree | TreeLayout]) -> list[TrunkCache]:
     """KV pages for trunks that live for one round: numbered from 0, request by request."""
     caches, page = [], 0
     for tree in trees:
         length = tree.trunk_length if isinstance(tree, TreeLayout) else len(tree.tokens)
-        count = -(-length // PAGE_SIZE)
+        count = num_pages(length)
         caches.append(TrunkCache(pages=range(page, page + count)))
         page += count
     return caches
@@ -406,8 +411,8 @@ def _check_caches(layouts: Sequence[TreeLayout], caches: Sequence[TrunkCache]) -
 
 
 def _check_cache(cache: TrunkCache, total: int) -> None:
-    if cache.pages and len(cache.pages) != -(-total // PAGE_SIZE):
-        raise ValueError(f"a trunk of {total} tokens needs {-(-total // PAGE_SIZE)} pages, got {len(cache.pages)}")
+    if cache.pages and len(cache.pages) != num_pages(total):
+        raise ValueError(f"a trunk of {total} tokens needs {num_pages(total)} pages, got {len(cache.pages)}")
     if cache.length and not (cache.slot and cache.pages):
         raise ValueError("a resumed trunk needs the slot and the pages of its checkpoint")
     if cache.slot and not cache.length:

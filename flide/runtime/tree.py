@@ -215,6 +215,14 @@ def _numbers(count: int) -> NDArray[np.int32]:
     return np.arange(count, dtype=np.int32)
 
 
+def prompts_of(tree: TokenTree, prefix: tuple[int, ...] = ()) -> list[list[int]]:
+    """The isolated prompts a tree stands for, depth first."""
+    path = (*prefix, *tree.tokens)
+    if not tree.children:
+        return [list(path)]
+    return [prompt for child in tree.children for prompt in prompts_of(child, path)]
+
+
 def longest_common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     """Length of the longest prefix all sequences share."""
     first = sequences[0]

@@ -20,6 +20,7 @@ from flide import AutoModelForDecision, CheckpointError, Choice, DecisionRequest
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
 from flide.runtime.rounds import RoundRunner
+from flide.runtime.tree import prompts_of
 from flide.train import TrainConfig, train
 from flide.train.trainee import checkpoint_layers
 from tests.examples.olmo import TINY, tiny_olmo
@@ -27,7 +28,7 @@ from tests.models.test_compile import CAPACITY, OTHER_CAPACITY, Counting, needs_
 from tests.models.test_cuda import logits_of as logits_on_cuda
 from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.models.test_qwen3_5 import TREES, VOCAB, readout_logits
-from tests.oracle import isolated_logits, prompts_of, random_tree
+from tests.oracle import isolated_logits, random_tree
 from tests.runtime.test_engine import isolated_probabilities
 from tests.tiny_tokenizer import write_tokenizer
 from tests.tolerance import BF16_ERROR_RATIO, GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32

@@ -25,7 +25,7 @@ from flide.runtime.prompt import ChatFormat
 from flide.runtime.request import Question
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
-from tests.oracle import prompts_of
+from flide.runtime.tree import prompts_of
 from tests.tiny_model import tiny_model_directory
 from tests.tolerance import PROBABILITY_FP32
 

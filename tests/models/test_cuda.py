@@ -12,8 +12,9 @@ from flide.models import Qwen35ForDecision
 from flide.models.decision import ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity
 from flide.runtime.metadata import fresh_caches
+from flide.runtime.tree import prompts_of
 from tests.models.test_qwen3_5 import TREES, VOCAB
-from tests.oracle import isolated_logits, prompts_of, random_tree, tiny_transformers_model
+from tests.oracle import isolated_logits, random_tree, tiny_transformers_model
 from tests.tiny_model import tiny_engine
 from tests.tolerance import BF16_ERROR_RATIO, LOGITS_FP32, PROBABILITY_FP32
 

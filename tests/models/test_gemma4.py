@@ -20,6 +20,7 @@ from flide.models.weights import StoredTensor
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from flide.runtime.metadata import fresh_caches
 from flide.runtime.tokenizer import PromptTokenizer
+from flide.runtime.tree import prompts_of
 from flide.train.trainee import checkpoint_layers
 from scripts.make_checkpoint import load_config, meta_model, stored_tensors
 from tests.models.gemma4 import (
@@ -38,7 +39,7 @@ from tests.models.gemma4 import (
 from tests.models.test_compile import CAPACITY, OTHER_CAPACITY, Counting, needs_compiler, pack
 from tests.models.test_cuda import logits_of as logits_on_cuda
 from tests.models.test_interpreter import needs_interpreter, run_kernels
-from tests.oracle import isolated_logits, prompts_of, random_tree
+from tests.oracle import isolated_logits, random_tree
 from tests.runtime.test_engine import isolated_probabilities
 from tests.tolerance import BF16_ERROR_RATIO, GRADIENT_FP32, LOGITS_FP32, PROBABILITY_FP32
 

@@ -9,7 +9,8 @@ import torch
 
 from flide.models import Qwen35ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity
-from tests.oracle import isolated_logits, prompts_of, random_tree, tiny_transformers_model
+from flide.runtime.tree import prompts_of
+from tests.oracle import isolated_logits, random_tree, tiny_transformers_model
 from tests.tolerance import LOGITS_FP32
 
 VOCAB = 97

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from flide.models import AutoModelForDecision
 from flide.runtime import ForkMetadata
-from tests.oracle import isolated_logits, prompts_of, random_tree
+from flide.runtime.tree import prompts_of
+from tests.oracle import isolated_logits, random_tree
 from tests.tolerance import LOGITS_FP32
 
 pytestmark = pytest.mark.slow

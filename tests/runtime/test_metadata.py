@@ -14,8 +14,7 @@ from torch import Tensor
 
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
 from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
-from flide.runtime.tree import TreeLayout
-from tests.oracle import prompts_of
+from flide.runtime.tree import TreeLayout, prompts_of
 
 ARRAYS = tuple(f.name for f in fields(ForkMetadata) if f.name not in ("capacity", "arena", "schedule"))
 INERT = {  # what an unused place of each array holds

@@ -15,9 +15,8 @@ from flide.runtime.format import EncodedRequest, make_format
 from flide.runtime.planner import plan_tree
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.tree import TokenTree, TreeLayout
+from flide.runtime.tree import TokenTree, TreeLayout, prompts_of
 from flide.runtime.wire import parse_body
-from tests.oracle import prompts_of
 
 OPTIONS = {f"option {i}": None for i in range(255)}
 STATE = "The parcel came late and one cup was broken. " * 8

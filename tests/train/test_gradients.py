@@ -19,11 +19,12 @@ from flide.heads import Head, LinearHead, OptionHead, OptionReads, ScalarHead
 from flide.models import Qwen35ForDecision
 from flide.models.adapter import save_adapter
 from flide.runtime.rounds import PreparedRequest
+from flide.runtime.tree import prompts_of
 from flide.train.batches import Batch, Example, collate
 from flide.train.config import BRIER_WEIGHT, TrainConfig
 from flide.train.determinism import deterministic_algorithms
 from flide.train.trainee import Trainee, decision_losses
-from tests.oracle import TINY, prompts_of, random_tree, tiny_transformers_model
+from tests.oracle import TINY, random_tree, tiny_transformers_model
 from tests.tolerance import GRADIENT_FP32
 
 D = TINY["hidden_size"]

@@ -23,17 +23,14 @@ from flide.runtime.checkpoints.budget import Budget, Budgets, ItemBytes
 from flide.runtime.checkpoints.pools import CheckpointPools
 from flide.runtime.checkpoints.radix import TOKEN_BYTES, RadixNode, RadixTree
 from flide.runtime.checkpoints.stats import CheckpointStats
-from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE, TrunkCache
+from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE, TrunkCache, num_pages
 
 logger = logging.getLogger("flide.engine")
 
-MOST_EXPECTED = (
-    0.25  # of the device's pages or slots, for what is brought there ahead: more would drive out one another
-)
+MOST_EXPECTED = 0.25  # of the device's pages or slots, brought there ahead: more would drive out one another
 DEVICE, HOST = 0, 1  # tiers
 Cost: TypeAlias = Callable[[int, int], float]  # of computing a trunk's tokens ``begin`` to ``end``
-
-
+_Where: TypeAlias = "tuple[str, str | None]"  # namespace and salt
 COUNTS = ("hits", "misses", "saved_tokens", "saves", "evictions", "offloads", "restores")
 
 
@@ -66,9 +63,6 @@ class PageRun:
             found.append(run)
             run = run.parent
         return found[::-1]
-
-
-_Where: TypeAlias = "tuple[str, str | None]"
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +208,7 @@ class CheckpointStore:
             pages = [] if source is None else _numbers(source.pages.path(), DEVICE)
             torn = [pages.pop()] if done % PAGE_SIZE and done < total else []
             fresh, saves = self._save(trunk)
-            missing = _pages_of(total) - len(pages) - len(fresh)
+            missing = num_pages(total) - len(pages) - len(fresh)
             fresh += range(own, own + missing)
             own += missing
             copies += [(page, fresh[0]) for page in torn]
@@ -261,10 +255,6 @@ class CheckpointStore:
     def count(self, **amounts: int) -> None:
         self._counts.update(amounts)
 
-    def take_back(self, checkpoint: Checkpoint) -> None:
-        """Remove what was saved by a round that went wrong."""
-        self._remove(checkpoint)
-
     def _save(self, trunk: Trunk) -> tuple[list[int], list[Checkpoint]]:
         """New pages behind the whole ones of the trunk's source, and the checkpoints for which they are: of those that
         are asked for and not there yet, as many as there is room for, shorter ones first."""
@@ -273,7 +263,7 @@ class CheckpointStore:
         wanted = [length for length in trunk.saves if length > trunk.resumed and length not in known]
         assert len(wanted) <= MAX_SAVES
         shared = trunk.resumed // PAGE_SIZE
-        while wanted and not self._make_room(DEVICE, _pages_of(wanted[-1]) - shared, len(wanted)):
+        while wanted and not self._make_room(DEVICE, num_pages(wanted[-1]) - shared, len(wanted)):
             wanted.pop()
         if not wanted:
             return [], []
@@ -285,7 +275,7 @@ class CheckpointStore:
         assert (0 if run is None else run.num_pages) == shared
         pages, saves = [], []
         for length in wanted:
-            for end in (length // PAGE_SIZE, _pages_of(length)):  # whole pages, and a broken one
+            for end in (length // PAGE_SIZE, num_pages(length)):  # whole pages, and a broken one
                 count = end - (0 if run is None else run.num_pages)
                 if count > 0:
                     run = PageRun.behind(run, [device.pages.pop() for _ in range(count)])
@@ -311,7 +301,7 @@ class CheckpointStore:
             if tier == DEVICE and self._move(victim, HOST):
                 self._rank(victim)
             else:
-                self._remove(victim)
+                self.remove(victim)
                 self.count(evictions=1)
         return True
 
@@ -345,7 +335,8 @@ class CheckpointStore:
         here.lengths[slot] = checkpoint.length
         return True
 
-    def _remove(self, checkpoint: Checkpoint) -> None:
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Drop a checkpoint. Pins that it has are to be released all the same."""
         checkpoint.gone, checkpoint.stamp = True, -1
         self._expected.discard(checkpoint)
         tree = self._trees[checkpoint.where]
@@ -383,7 +374,7 @@ class CheckpointStore:
         tier = self._tiers[checkpoint.tier]
         above = checkpoint.node.nearest_above()
         begin = 0 if above is None else above.length
-        size = self._item.slot + _pages_of(checkpoint.length - begin) * self._item.page
+        size = self._item.slot + num_pages(checkpoint.length - begin) * self._item.page
         checkpoint.stamp = next(self._stamps)
         rank = tier.clock + self._cost(begin, checkpoint.length) / size
         heapq.heappush(tier.order, (rank, checkpoint.stamp, checkpoint))
@@ -403,7 +394,7 @@ class CheckpointStore:
     def _check_lengths(self, checkpoint: Checkpoint) -> None:
         length, tier = checkpoint.length, self._tiers[checkpoint.tier]
         assert tier.lengths[checkpoint.slot] == length, "states and windows are those after the checkpoint's tokens"
-        assert checkpoint.pages.num_pages == _pages_of(length), "keys and values are those of the checkpoint's tokens"
+        assert checkpoint.pages.num_pages == num_pages(length), "keys and values are those of the checkpoint's tokens"
         assert checkpoint.node.num_tokens == length, "the key is the checkpoint's tokens"
 
 
@@ -432,17 +423,13 @@ class StoredRound:
         for trunk, saves, is_good in zip(self.trunks, self.saved, good, strict=True):
             for checkpoint in saves:
                 if not is_good:
-                    self.store.take_back(checkpoint)
+                    self.store.remove(checkpoint)
                 self.store.release(checkpoint)
             if trunk.source is not None:
                 self.store.release(trunk.source)
             if is_good:
                 hit = trunk.source is not None
                 self.store.count(hits=hit, misses=not hit, saved_tokens=trunk.resumed, saves=len(saves))
-
-
-def _pages_of(length: int) -> int:
-    return -(-length // PAGE_SIZE)
 
 
 def _numbers(runs: Iterable[PageRun], tier: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,3 +69,37 @@ def request(
 
 def tokens(rng: random.Random, count: int, vocab: int) -> list[int]:
     return [rng.randrange(vocab) for _ in range(count)]
+
+
+Ask = Callable[..., list[tuple[np.ndarray, int]]]
+Same = Callable[[np.ndarray, np.ndarray], None]
+
+
+def check_chain(kept: Asker, fresh: Asker, same: Same, ask: Ask) -> None:
+    """A state that grows twenty times resumes where it ended, every time."""
+    rng = random.Random(1001)
+    state: list[int] = []
+    for step in range(21):
+        before = len(state)
+        state += tokens(rng, rng.choice([1, 3, 17, 63, 64, 65]), kept.vocab)
+        asked = request(state, [tokens(rng, 4, kept.vocab) for _ in range(3)], saves=[len(state)])
+        (got, reused), (want, _) = *ask(asked), *fresh.ask(asked)
+        assert reused == before, f"step {step}"
+        same(got, want)
+
+
+def check_continuations(kept: Asker, fresh: Asker, same: Same, ask: Ask) -> None:
+    """Several continuations of one broken page take copies of it, in one round and one after the other, and a third
+    still finds the first ones' keys."""
+    rng = random.Random(1002)
+    state, question = tokens(rng, 70, kept.vocab), [tokens(rng, 3, kept.vocab)]
+    kept.ask(request(state, question, saves=[70]))
+    longer = [state + tokens(rng, n, kept.vocab) for n in (20, 40, 90)]
+    requests = [request(x, question, saves=[len(x) - 2]) for x in longer]
+    for asked, (got, reused) in zip(requests, ask(*requests[:2]) + kept.ask(requests[2]), strict=True):
+        assert reused == 70
+        same(got, fresh.ask(asked)[0][0])
+    for x, asked in zip(longer, requests, strict=True):
+        got, reused = kept.ask(asked)[0]
+        assert reused == len(x) - 2
+        same(got, fresh.ask(asked)[0][0])

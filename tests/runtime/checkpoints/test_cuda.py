@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from flide.runtime.checkpoints.resume import ResumedRound, resume
 from flide.runtime.checkpoints.store import DEVICE, HOST, Checkpoint
 from flide.runtime.metadata import ForkMetadata
 from flide.runtime.rounds import LogitsRequest
-from tests.runtime.checkpoints.asker import POSITIONS, Asker, request, tokens
+from tests.runtime.checkpoints.asker import POSITIONS, Asker, check_chain, check_continuations, request, tokens
 from tests.runtime.test_graphs import NAN_TOKEN, compilations, small_model
 from tests.tiny_model import tiny_engine
 from tests.tolerance import BF16_TWO_TREES, PROBABILITY_FP32
@@ -76,31 +77,12 @@ def test_every_position_resumes_in_a_graph(askers: tuple[Asker, Asker], position
 
 def test_a_chain_of_twenty_resumes(askers: tuple[Asker, Asker]) -> None:
     kept, fresh = askers
-    rng = random.Random(1001)
-    state: list[int] = []
-    for step in range(21):
-        before = len(state)
-        state += tokens(rng, rng.choice([1, 3, 17, 63, 64, 65]), kept.vocab)
-        asked = request(state, [tokens(rng, 4, kept.vocab) for _ in range(3)], saves=[len(state)])
-        ((got, reused),) = ask_captured(kept, asked)
-        assert reused == before, f"step {step}"
-        same(got, fresh.ask(asked)[0][0])
+    check_chain(kept, fresh, same, partial(ask_captured, kept))
 
 
 def test_two_continuations_of_one_broken_page(askers: tuple[Asker, Asker]) -> None:
     kept, fresh = askers
-    rng = random.Random(1002)
-    state, question = tokens(rng, 70, kept.vocab), [tokens(rng, 3, kept.vocab)]
-    kept.ask(request(state, question, saves=[70]))
-    longer = [state + tokens(rng, n, kept.vocab) for n in (20, 40, 90)]
-    requests = [request(x, question, saves=[len(x) - 2]) for x in longer]
-    for asked, (got, reused) in zip(requests, ask_captured(kept, *requests[:2]) + kept.ask(requests[2]), strict=True):
-        assert reused == 70
-        same(got, fresh.ask(asked)[0][0])
-    for x, asked in zip(longer, requests, strict=True):
-        got, reused = kept.ask(asked)[0]
-        assert reused == len(x) - 2
-        same(got, fresh.ask(asked)[0][0])
+    check_continuations(kept, fresh, same, partial(ask_captured, kept))
 
 
 def test_a_resumed_replay_has_the_bits_of_the_callable_uncaptured(askers: tuple[Asker, Asker]) -> None:

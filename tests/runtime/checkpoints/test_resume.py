@@ -15,7 +15,7 @@ from flide.runtime.rounds import LogitsRequest
 from flide.runtime.tree import TreeLayout
 from tests.models.gemma4 import tiny_gemma4
 from tests.models.test_interpreter import needs_interpreter, run_kernels
-from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, request, tokens
+from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, check_chain, check_continuations, request, tokens
 from tests.tiny_model import tiny_model_directory
 from tests.tolerance import LOGITS_FP32, PROBABILITY_FP32
 
@@ -65,33 +65,12 @@ def test_every_position_resumes_to_the_answers_of_a_fresh_run(askers: tuple[Aske
 
 def test_a_chain_of_twenty_resumes(askers: tuple[Asker, Asker]) -> None:
     kept, fresh = askers
-    rng = random.Random(1001)
-    state: list[int] = []
-    for step in range(21):
-        before = len(state)
-        state += tokens(rng, rng.choice([1, 3, 17, 63, 64, 65]), kept.vocab)
-        asked = request(state, [tokens(rng, 4, kept.vocab) for _ in range(3)], saves=[len(state)])
-        (got, reused), (want, _) = *kept.ask(asked), *fresh.ask(asked)
-        assert reused == before, f"step {step}"
-        same(got, want)
+    check_chain(kept, fresh, same, kept.ask)
 
 
 def test_two_continuations_of_one_broken_page(askers: tuple[Asker, Asker]) -> None:
-    """Both take a copy of it, in one round and one after the other, and a third still finds the first ones' keys."""
     kept, fresh = askers
-    rng = random.Random(1002)
-    state = tokens(rng, 70, kept.vocab)
-    question = [tokens(rng, 3, kept.vocab)]
-    kept.ask(request(state, question, saves=[70]))
-    longer = [state + tokens(rng, n, kept.vocab) for n in (20, 40, 90)]
-    requests = [request(x, question, saves=[len(x) - 2]) for x in longer]
-    for (got, reused), asked in zip(kept.ask(*requests[:2]) + kept.ask(requests[2]), requests, strict=True):
-        assert reused == 70
-        same(got, fresh.ask(asked)[0][0])
-    for x, asked in zip(longer, requests, strict=True):
-        got, reused = kept.ask(asked)[0]
-        assert reused == len(x) - 2
-        same(got, fresh.ask(asked)[0][0])
+    check_continuations(kept, fresh, same, kept.ask)
 
 
 def test_another_salt_misses_and_saves_for_itself(askers: tuple[Asker, Asker]) -> None:
