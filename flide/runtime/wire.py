@@ -86,11 +86,17 @@ def _parse_extras(extras: Any, problems: _Problems) -> dict[str, Any]:
     if not isinstance(extras, dict):
         problems.add(("x_flide",), "Input should be an object or null", "dict_type")
         return {}
+    given = cache_options(extras)
+    check_cache_options(given.get("cache_salt"), given.get("checkpoint", True), ("x_flide",), problems)
+    return given
+
+
+def cache_options(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``DecisionRequest`` that ``x_flide`` of a body gives, unchecked."""
     given = {name: extras[name] for name in CACHE_OPTIONS if extras.get(name) is not None}
     number = given.get("checkpoint")
     if isinstance(number, float) and number.is_integer():  # JSON makes no difference between 3 and 3.0
         given["checkpoint"] = int(number)
-    check_cache_options(given.get("cache_salt"), given.get("checkpoint", True), ("x_flide",), problems)
     return given
 
 

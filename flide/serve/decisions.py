@@ -25,7 +25,15 @@ from flide.errors import RequestError
 from flide.runtime.decision import Answer, ChoiceAnswer, Decision, NoulAnswer
 from flide.runtime.prompt import render_value
 from flide.runtime.request import Choice, DecisionRequest, Noul, Question, Score, Value
-from flide.runtime.wire import CACHE_OPTIONS, MAX_LEVELS, MAX_OPTIONS, MAX_VALUES, parse_request, place
+from flide.runtime.wire import (
+    CACHE_OPTIONS,
+    MAX_LEVELS,
+    MAX_OPTIONS,
+    MAX_VALUES,
+    cache_options,
+    parse_request,
+    place,
+)
 from flide.serve.faults import Fault
 
 ROLES = ("user", "assistant", "developer", "system")
@@ -101,7 +109,7 @@ def translate(body: Any) -> Translated:
         values.append(options)
     extras = body.get("x_flide")
     _check(extras, dict | None, "an object or null", ("x_flide",))
-    cache = {name: extras[name] for name in CACHE_OPTIONS if extras.get(name) is not None} if extras else {}
+    cache = cache_options(extras or {})
     try:
         request = parse_request(DecisionRequest(state, parsed, model, **cache))
     except RequestError as error:

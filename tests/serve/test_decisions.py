@@ -193,6 +193,7 @@ def test_cache_options_are_those_of_system_one() -> None:
         request = translate({**BODY, "x_flide": options}).request
         given = options or {}
         assert (request.cache_salt, request.checkpoint) == (given.get("cache_salt"), given.get("checkpoint", True))
+    assert translate({**BODY, "x_flide": {"checkpoint": 3.0}}).request.checkpoint == 3
 
 
 @pytest.mark.parametrize(
