@@ -42,8 +42,8 @@ class LaunchTable:
     Attributes:
         attention: of heads of up to 256 channels.
         wide_attention: of larger heads.
-        conv_rows: stream rows that one convolution program does at a time.
-        conv_programs: convolution programs of a multiprocessor.
+        conv_rows: stream rows of one convolution program.
+        conv_channels: and its channels, in whole heads.
         conv_warps: warps of one convolution program.
         prepare_programs: prepare programs of a multiprocessor.
         prepare_warps: warps of one prepare program.
@@ -55,7 +55,7 @@ class LaunchTable:
     attention: AttentionTable
     wide_attention: AttentionTable
     conv_rows: int
-    conv_programs: int
+    conv_channels: int
     conv_warps: int
     prepare_programs: int
     prepare_warps: int
@@ -73,7 +73,7 @@ SM_90 = LaunchTable(
     attention=AttentionTable(tile_rows=128, key_block=64, warps=8, stages=2),
     wide_attention=AttentionTable(tile_rows=128, key_block=32, warps=8, stages=2, value_splits=2),
     conv_rows=32,
-    conv_programs=8,
+    conv_channels=512,
     conv_warps=4,
     prepare_programs=2,
     prepare_warps=4,

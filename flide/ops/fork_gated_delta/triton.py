@@ -31,16 +31,21 @@ UNPIPELINED = 64  # columns; for 32, a scan without a pipeline read illegal addr
 
 @triton.jit
 def _silu(b_x, FAST: tl.constexpr):
-    """x / (1 + exp(-x)). FAST: the hardware's approximations, 1e-6 relative, a third of the instructions."""
+    """x / (1 + exp(-x)). FAST: the hardware's approximations, 1e-6 relative; two values share a reciprocal, since these
+    instructions are what a convolution waits for. (Below -40, whose product of two still fits, sigmoid is that of -40.)
+    """
     if FAST:
         b_sigmoid = tl.inline_asm_elementwise(
-            "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.ftz.f32 e, e, 0f3F800000;"
-            " rcp.approx.ftz.f32 $0, e; }",
-            "=f,f",
+            "{ .reg .f32 a, b, p; max.ftz.f32 a, $2, 0fC2200000; max.ftz.f32 b, $3, 0fC2200000;"
+            " mul.ftz.f32 a, a, 0fBFB8AA3B; mul.ftz.f32 b, b, 0fBFB8AA3B;"
+            " ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b;"
+            " add.ftz.f32 a, a, 0f3F800000; add.ftz.f32 b, b, 0f3F800000;"
+            " mul.ftz.f32 p, a, b; rcp.approx.ftz.f32 p, p; mul.ftz.f32 $0, p, b; mul.ftz.f32 $1, p, a; }",
+            "=f,=f,f,f",
             [b_x],
             dtype=tl.float32,
             is_pure=True,
-            pack=1,
+            pack=2,
         )
     else:
         b_sigmoid = tl.sigmoid(b_x)
@@ -82,60 +87,123 @@ def _both(m_rows, m_head, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _conv_store(
-    p_qkv,
-    p_to,
-    p_weight,
-    p_window,
-    first,
-    o_r,
-    local,
-    m_rows,
-    interior,
-    p_before,
-    channel,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NORM: tl.constexpr,
-    S_QKV: tl.constexpr,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """silu(conv) of one head's channels of some rows, normalised for q and k, float32 inside; history by index where a
-    segment begins."""
-    o_d = tl.arange(0, DP)
-    m_d = o_d < D
-    PADDED: tl.constexpr = DP != D
-    p_weight += (channel + o_d) * WIDTH
-    b_y = tl.zeros([o_r.shape[0], DP], dtype=tl.float32)
-    if interior:  # the common case: whole rows of one segment, and before them its own rows
-        p_x = p_qkv + first.to(tl.int64) * S_QKV + channel + o_r[:, None] * S_QKV + o_d[None, :]
-        for lag in tl.static_range(WIDTH):
-            b_x = _load(p_x - lag * S_QKV, m_d[None, :], PADDED).to(tl.float32)
-            b_y += b_x * _load(p_weight + (WIDTH - 1 - lag), m_d, PADDED).to(tl.float32)[None, :]
-    else:
-        for lag in tl.static_range(WIDTH):
-            source = first + o_r
-            if lag > 0:
-                m_before = m_rows & (local < lag)
-                before = tl.load(p_before + (lag - 1 - local), mask=m_before, other=-1)
-                source = tl.where(local < lag, before, source - lag)
-            p_x = p_qkv + source.to(tl.int64)[:, None] * S_QKV + (channel + o_d)[None, :]
-            m_x = _both((m_rows & (source >= 0))[:, None], m_d[None, :], PADDED)
-            b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-            if HAS_CACHE and lag > 0:
-                p_x = (p_window + (-2 - source).to(tl.int64) * C)[:, None] + (channel + o_d)[None, :]
-                m_x = _both((m_rows & (source <= -2))[:, None], m_d[None, :], PADDED)
-                b_x += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-            b_y += b_x * _load(p_weight + (WIDTH - 1 - lag), m_d, PADDED).to(tl.float32)[None, :]
-    b_y = _silu(b_y, FAST)
+def _load_row(p_qkv, row, last, o_c, m_c, S_QKV: tl.constexpr):
+    """Some channels of a stream row before ``last``."""
+    return tl.load(p_qkv + row.to(tl.int64) * S_QKV + o_c, mask=m_c & (row < last), other=0.0)
+
+
+@triton.jit
+def _load_before(p_qkv, p_window, source, o_c, m_c, S_QKV: tl.constexpr, C: tl.constexpr, HAS_CACHE: tl.constexpr):
+    """What comes before a segment: a stream row, zeros (-1), or a row of the window that it resumes from."""
+    b_x = tl.load(p_qkv + source.to(tl.int64) * S_QKV + o_c, mask=m_c & (source >= 0), other=0.0).to(tl.float32)
+    if HAS_CACHE:
+        p_x = p_window + (-2 - source).to(tl.int64) * C + o_c
+        b_x += tl.load(p_x, mask=m_c & (source <= -2), other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def _load_history(
+    p_qkv, p_conv_pool, p_history, p_root_slots, segment, local, row, o_c, m_c,
+    S_QKV: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, HAS_CACHE: tl.constexpr,
+):  # fmt: skip
+    """The three rows before a row, on its path; its segment's own ones are ``local``."""
+    p_window = p_conv_pool
+    if HAS_CACHE:
+        p_window += tl.load(p_root_slots + segment).to(tl.int64) * (WIDTH - 1) * C
+    p_before = p_history + segment * (WIDTH - 1)
+    b_1 = tl.zeros(o_c.shape, dtype=tl.float32)
+    b_2 = tl.zeros(o_c.shape, dtype=tl.float32)
+    b_3 = tl.zeros(o_c.shape, dtype=tl.float32)
+    if WIDTH > 1:
+        source = tl.where(local >= 1, row - 1, tl.load(p_before, mask=local < 1, other=-1))
+        b_1 = _load_before(p_qkv, p_window, source, o_c, m_c, S_QKV, C, HAS_CACHE)
+    if WIDTH > 2:
+        source = tl.where(local >= 2, row - 2, tl.load(p_before + (1 - local), mask=local < 2, other=-1))
+        b_2 = _load_before(p_qkv, p_window, source, o_c, m_c, S_QKV, C, HAS_CACHE)
+    if WIDTH > 3:
+        source = tl.where(local >= 3, row - 3, tl.load(p_before + (2 - local), mask=local < 3, other=-1))
+        b_3 = _load_before(p_qkv, p_window, source, o_c, m_c, S_QKV, C, HAS_CACHE)
+    return b_1, b_2, b_3
+
+
+@triton.jit
+def _conv_row(
+    p_qkv, p_to, p_conv_pool, p_history, p_root_slots, row, last, segment, own, b_x, b_1, b_2, b_3, w_0, w_1, w_2, w_3,
+    scale, o_c, m_c, NORM: tl.constexpr, S_QKV: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_CACHE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """One row of segment ``own``, behind one of ``segment``; returns the three rows before the next one."""
+    if own != segment:
+        b_1, b_2, b_3 = _load_history(
+            p_qkv, p_conv_pool, p_history, p_root_slots, own, row * 0, row, o_c, m_c, S_QKV, C, WIDTH, HAS_CACHE
+        )
+    b_x = b_x.to(tl.float32)
+    b_y = _silu(w_0 * b_x + w_1 * b_1 + w_2 * b_2 + w_3 * b_3, FAST)
     if NORM:
         b_y *= (tl.rsqrt(tl.sum(b_y * b_y, axis=1) + 1e-6) * scale)[:, None]
-    p_y = p_to + first.to(tl.int64) * C + channel + o_r[:, None] * C + o_d[None, :]
-    tl.store(p_y, b_y.to(p_to.dtype.element_ty), mask=_both(m_rows[:, None], m_d[None, :], PADDED))
+    tl.store(p_to + row.to(tl.int64) * C + o_c, b_y.to(p_to.dtype.element_ty), mask=m_c & (row < last))
+    return b_x, b_1, b_2
+
+
+@triton.jit
+def _conv_rows(
+    p_qkv, p_to, p_weight, p_conv_pool, p_offsets, p_row_segments, p_history, p_root_slots, row, last, head, scaled,
+    channel, HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, NORM: tl.constexpr,
+    S_QKV: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, HAS_CACHE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """G heads' channels of the rows ``row`` to ``last``, one after another. Each is read once, four rows ahead; the
+    three rows before it stay in registers, and where a segment begins they are its history, by index. The first
+    ``scaled`` heads are queries."""
+    o_h = head + tl.arange(0, G)
+    o_d = tl.arange(0, DP)
+    o_c = channel + o_h[:, None] * D + o_d[None, :]
+    m_c = (o_h < HEADS)[:, None] & (o_d < D)[None, :]
+    if (HEADS % G == 0) & (D == DP):
+        m_c = tl.full([G, DP], 1, tl.int1)
+    n_0 = _load_row(p_qkv, row, last, o_c, m_c, S_QKV)
+    n_1 = _load_row(p_qkv, row + 1, last, o_c, m_c, S_QKV)
+    n_2 = _load_row(p_qkv, row + 2, last, o_c, m_c, S_QKV)
+    n_3 = _load_row(p_qkv, row + 3, last, o_c, m_c, S_QKV)
+    p_tap = p_weight + o_c * WIDTH + WIDTH - 1  # of the row itself
+    w_0 = tl.load(p_tap, mask=m_c, other=0.0).to(tl.float32)
+    w_1 = tl.load(p_tap - 1, mask=m_c & (WIDTH > 1), other=0.0).to(tl.float32)
+    w_2 = tl.load(p_tap - 2, mask=m_c & (WIDTH > 2), other=0.0).to(tl.float32)
+    w_3 = tl.load(p_tap - 3, mask=m_c & (WIDTH > 3), other=0.0).to(tl.float32)
+    scale = tl.where(o_h < scaled, D**-0.5, 1.0)
+    segment = tl.load(p_row_segments + row)
+    local = row - tl.load(p_offsets + segment)
+    b_1, b_2, b_3 = _load_history(
+        p_qkv, p_conv_pool, p_history, p_root_slots, segment, local, row, o_c, m_c, S_QKV, C, WIDTH, HAS_CACHE
+    )
+    while row < last:
+        own_0 = tl.load(p_row_segments + row)
+        own_1 = tl.load(p_row_segments + row + 1, mask=row + 1 < last, other=own_0)
+        own_2 = tl.load(p_row_segments + row + 2, mask=row + 2 < last, other=own_1)
+        own_3 = tl.load(p_row_segments + row + 3, mask=row + 3 < last, other=own_2)
+        x_0, x_1, x_2, x_3 = n_0, n_1, n_2, n_3
+        n_0 = _load_row(p_qkv, row + 4, last, o_c, m_c, S_QKV)
+        n_1 = _load_row(p_qkv, row + 5, last, o_c, m_c, S_QKV)
+        n_2 = _load_row(p_qkv, row + 6, last, o_c, m_c, S_QKV)
+        n_3 = _load_row(p_qkv, row + 7, last, o_c, m_c, S_QKV)
+        b_1, b_2, b_3 = _conv_row(
+            p_qkv, p_to, p_conv_pool, p_history, p_root_slots, row, last, segment, own_0, x_0, b_1, b_2, b_3,
+            w_0, w_1, w_2, w_3, scale, o_c, m_c, NORM, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+        )  # fmt: skip
+        b_1, b_2, b_3 = _conv_row(
+            p_qkv, p_to, p_conv_pool, p_history, p_root_slots, row + 1, last, own_0, own_1, x_1, b_1, b_2, b_3,
+            w_0, w_1, w_2, w_3, scale, o_c, m_c, NORM, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+        )  # fmt: skip
+        b_1, b_2, b_3 = _conv_row(
+            p_qkv, p_to, p_conv_pool, p_history, p_root_slots, row + 2, last, own_1, own_2, x_2, b_1, b_2, b_3,
+            w_0, w_1, w_2, w_3, scale, o_c, m_c, NORM, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+        )  # fmt: skip
+        b_1, b_2, b_3 = _conv_row(
+            p_qkv, p_to, p_conv_pool, p_history, p_root_slots, row + 3, last, own_2, own_3, x_3, b_1, b_2, b_3,
+            w_0, w_1, w_2, w_3, scale, o_c, m_c, NORM, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+        )  # fmt: skip
+        segment = own_3
+        row += 4
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -157,74 +225,31 @@ def _conv_kernel(
     V: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
+    GK: tl.constexpr,
+    GV: tl.constexpr,
     BR: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    UNITS: tl.constexpr = 2 * E + N
-    o_r = tl.arange(0, BR)
+    """silu(conv) of some heads' channels (GK of q and k, GV of v) of BR rows; q and k normalised; float32 inside."""
+    UNITS_K: tl.constexpr = (2 * E + GK - 1) // GK
+    UNITS: tl.constexpr = UNITS_K + (N + GV - 1) // GV
+    unit = tl.program_id(0) % UNITS
+    row = tl.program_id(0) // UNITS * BR
     active = tl.load(p_offsets + num_segments)
-    work = tl.program_id(0)
-    while work < tl.cdiv(active, BR) * UNITS:
-        unit = work % UNITS
-        first = work // UNITS * BR
-        m_rows = first + o_r < active
-        b_segment = tl.load(p_row_segments + first + o_r, mask=m_rows, other=0)
-        local = first + o_r - tl.load(p_offsets + b_segment)
-        interior = (tl.min(local, axis=0) >= WIDTH - 1) & (first + BR <= active)
-        p_before = p_history + b_segment * (WIDTH - 1)
-        p_window = p_conv_pool + local * 0
-        if HAS_CACHE:
-            p_window += tl.load(p_root_slots + b_segment).to(tl.int64) * (WIDTH - 1) * C
-        if unit < 2 * E:
-            scale = tl.where(unit < E, K**-0.5, 1.0)
-            _conv_store(
-                p_qkv,
-                p_to,
-                p_weight,
-                p_window,
-                first,
-                o_r,
-                local,
-                m_rows,
-                interior,
-                p_before,
-                unit * K,
-                scale,
-                K,
-                KP,
-                True,
-                S_QKV,
-                C,
-                WIDTH,
-                HAS_CACHE,
-                FAST,
-            )
+    if row < active:
+        last = tl.minimum(row + BR, active)
+        if unit < UNITS_K:
+            _conv_rows(
+                p_qkv, p_to, p_weight, p_conv_pool, p_offsets, p_row_segments, p_history, p_root_slots, row, last,
+                unit * GK, E, 0, 2 * E, GK, K, KP, True, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+            )  # fmt: skip
         else:
-            _conv_store(
-                p_qkv,
-                p_to,
-                p_weight,
-                p_window,
-                first,
-                o_r,
-                local,
-                m_rows,
-                interior,
-                p_before,
-                2 * E * K + (unit - 2 * E) * V,
-                1.0,
-                V,
-                VP,
-                False,
-                S_QKV,
-                C,
-                WIDTH,
-                HAS_CACHE,
-                FAST,
-            )
-        work += tl.num_programs(0)
+            _conv_rows(
+                p_qkv, p_to, p_weight, p_conv_pool, p_offsets, p_row_segments, p_history, p_root_slots, row, last,
+                (unit - UNITS_K) * GV, 0, 2 * E * K, N, GV, V, VP, False, S_QKV, C, WIDTH, HAS_CACHE, FAST,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -603,7 +628,9 @@ def fork_gated_delta_triton(
     padded = {"KP": triton.next_power_of_2(key_dim), "VP": triton.next_power_of_2(value_dim)}
     programs, table = num_programs(qkv_TC.device), launch_table(qkv_TC.device)
     num_segments, fast = segment_parents.shape[0], qkv_TC.is_cuda and not exact
-    _conv_kernel[(table.conv_programs * programs,)](
+    heads_of = {"GK": max(1, table.conv_channels // padded["KP"]), "GV": max(1, table.conv_channels // padded["VP"])}
+    units = triton.cdiv(2 * num_key_heads, heads_of["GK"]) + triton.cdiv(heads, heads_of["GV"])
+    _conv_kernel[(triton.cdiv(num_rows, table.conv_rows) * units,)](
         qkv_TC,
         conv,
         conv_weight_CW,
@@ -620,6 +647,7 @@ def fork_gated_delta_triton(
         K=key_dim,
         V=value_dim,
         **padded,
+        **heads_of,
         BR=table.conv_rows,
         WIDTH=width,
         HAS_CACHE=has_cache,
