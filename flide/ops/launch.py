@@ -72,7 +72,7 @@ class LaunchTable:
 SM_90 = LaunchTable(
     attention=AttentionTable(tile_rows=128, key_block=64, warps=8, stages=2),
     wide_attention=AttentionTable(tile_rows=128, key_block=32, warps=8, stages=2, value_splits=2),
-    conv_rows=32,
+    conv_rows=16,
     conv_channels=512,
     conv_warps=4,
     prepare_programs=2,
