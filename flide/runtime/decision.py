@@ -152,12 +152,11 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
             criteria, of the levels, or [true, false].
     """
     assert len(probabilities) == num_options(question), "one probability per option"
-    weights = [float(w) for w in probabilities]
     # fsum is exact, so that the order of the options cannot change a bit of the result.
-    total = math.fsum(weights)
+    total = math.fsum(probabilities)
     assert 0 < total < math.inf, "some option has a positive probability, and all are finite"
-    assert min(weights) >= 0, "probabilities are not negative"
-    p = [w / total for w in weights]
+    assert min(probabilities) >= 0, "probabilities are not negative"
+    p = [float(w) / total for w in probabilities]
 
     if isinstance(question, Choice):
         by_name = dict(zip(question.criteria, p, strict=True))

@@ -37,10 +37,10 @@ class EncodedRequest:
     """The isolated prompts of one request, with what they share held once: ``shared + tails[i]`` is the i-th.
 
     Attributes:
-        shared: token ids that all prompts begin with, an int32 array where text was encoded. Tails may begin alike,
-            too: where the tokenizer's cuts are safe, this part depends on the state and the format, not on the
-            questions.
-        tails: the other token ids, one list per prompt, question by question in the request's order.
+        shared: token ids that all prompts begin with. Tails may begin alike, too: where the tokenizer's cuts are safe,
+            this part depends on the state and the format, not on the questions.
+        tails: the other token ids of each prompt, question by question in the request's order. Like ``shared`` they
+            are int32 arrays where text was encoded.
         num_options: how many options each question has.
         num_prompts: how many prompts each question has: one, or with candidates one for each.
         rows: rows that are read in each prompt, ascending, counted from its end (-1 is the last); None for the last
@@ -49,7 +49,7 @@ class EncodedRequest:
     """
 
     shared: Sequence[int]
-    tails: list[list[int]]
+    tails: Sequence[Sequence[int]]
     num_options: list[int]
     num_prompts: list[int]
     rows: list[tuple[int, ...]] | None = None
@@ -157,13 +157,13 @@ class DecisionFormat(ABC):
             RequestError: a question has more options than the format has room for or makes too long a prompt, a value
                 cannot be rendered, or text cannot be tokenized.
         """
-        shared = _rendered(self.state_text, request.state, place("state"))
+        shared = _rendered(self.state_text, request.state, "state")
         tails, owners, num_options, num_prompts = [], [], [], []
         for question_id, question in request.questions.items():
-            loc = place("questions", question_id)
-            texts, count = _rendered(self.question_texts, question, loc)
+            texts, count = _rendered(self.question_texts, question, "questions", question_id)
             if count > self.max_options:
-                raise _refusal(loc, f"{count} options; at most {self.max_options} are allowed", "too_many_options")
+                message = f"{count} options; at most {self.max_options} are allowed"
+                raise _refusal(place("questions", question_id), message, "too_many_options")
             tails += texts
             owners += [question_id] * len(texts)
             num_options.append(count)
@@ -248,14 +248,14 @@ _Item = TypeVar("_Item")
 _Text = TypeVar("_Text")
 
 
-def _rendered(render: Callable[[_Item], _Text], item: _Item, loc: list[str | int]) -> _Text:
+def _rendered(render: Callable[[_Item], _Text], item: _Item, *loc: str) -> _Text:
     """What a format says of a value; what is wrong with it is told at its place in the request."""
     try:
         return render(item)
     except RequestError as error:
-        raise RequestError([{**entry, "loc": loc} for entry in error.errors]) from error
+        raise RequestError([{**entry, "loc": place(*loc)} for entry in error.errors]) from error
     except ValueError as error:
-        raise _refusal(loc, str(error), "value_error") from error
+        raise _refusal(place(*loc), str(error), "value_error") from error
 
 
 def _refusal(loc: list[str | int], message: str, kind: str) -> RequestError:

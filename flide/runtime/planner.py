@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from flide.runtime.capacity import MAX_REQUESTS
@@ -21,7 +21,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree, longest_common_prefix
 class _Prompt:
     """What is left of a prompt, and its rows that are read, counted from the end."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     rows: tuple[int, ...]
 
     @property
@@ -30,7 +30,7 @@ class _Prompt:
         return len(self.tokens) + min(self.rows)
 
     def behind(self, cut: int) -> _Prompt:
-        return replace(self, tokens=self.tokens[cut:])
+        return _Prompt(self.tokens[cut:], self.rows)
 
     def as_leaf(self) -> TokenTree:
         return TokenTree(self.tokens, readouts=None if self.rows == LAST_ROW else self.rows)

@@ -102,20 +102,19 @@ class PrefixIds:
             cuts.append(cut)
         return Beginning(text, salt, [*pieces, text[cut:]], known, cuts)
 
-    def keep(self, beginning: Beginning, ids: Sequence[list[int]]) -> array[int]:
+    def keep(self, beginning: Beginning, ids: Sequence[array[int]]) -> array[int]:
         """Remember a text.
 
         Args:
             beginning: what ``find`` said of it.
-            ids: of each of its pieces.
+            ids: of each of its pieces, int32.
 
         Returns:
             The ids of the whole text, int32.
         """
         text, known = beginning.text, beginning._known
-        arrays = [array("i", piece) for piece in ids]
         if len(text) < BLOCK:
-            return arrays[0]
+            return ids[0]
         keys: list[_Key] = []
         number: int | str | None = beginning.salt
         with self._lock:
@@ -124,7 +123,7 @@ class PrefixIds:
                 number = block.number
                 keys.append(block.key)
             left = MOST_IDS // LARGEST_SHARE - sum(len(block.ids) for block in known)
-            for start, cut, piece in zip(itertools.count(len(known) * BLOCK, BLOCK), beginning._cuts, arrays):  # noqa: B905
+            for start, cut, piece in zip(itertools.count(len(known) * BLOCK, BLOCK), beginning._cuts, ids):  # noqa: B905
                 left -= len(piece)
                 if left < 0:
                     break
@@ -135,7 +134,7 @@ class PrefixIds:
                 self._blocks.move_to_end(key)
             while len(self._blocks) > MOST_BLOCKS or self._num_ids > MOST_IDS:
                 self._num_ids -= len(self._blocks.popitem(last=False)[1].ids)
-        return array("i", b"".join([*(block.ids for block in known), *arrays]))
+        return array("i", b"".join([*(block.ids for block in known), *ids]))
 
     def _add(self, block: _Block) -> _Block:
         """What is known under a block's key: another one's, where it came first."""

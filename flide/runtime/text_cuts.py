@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-__all__ = ["Cuts", "cuts_of", "words"]
+__all__ = ["Cuts", "cuts_of", "ends_a_word", "is_cut_by_blanks", "words"]
 
 # Characters of a piece of a text, where it can be cut, and how many pieces are enough: starting one costs little (a
 # hundredth of encoding the shortest), and even a short text should not have to wait for a single core.
@@ -74,6 +74,10 @@ class Cuts:
 AFTER_WORDS = Cuts(rf"(?<=[{_LETTERS}])(?=[\x00-@\[-`{{-\x7f\u3001\u3002\uff0c])|(?<=[0-9])(?=[\x00-/:-\x7f])")
 # Before a blank that follows something else.
 BEFORE_BLANKS = Cuts(rf"(?<=[^ {_BLANK}])(?=[ {_BLANK}])")
+# What a blank behind it can be cut off from, whatever the kind: no whitespace, and NFC leaves it alone.
+_BEFORE_A_BLANK = rf"!-~{_LETTERS}"
+_WORD_END = re.compile(f"[{_BEFORE_A_BLANK}]")
+_OTHER_BLANK = re.compile(rf"[^{_BEFORE_A_BLANK}](?: |\Z)")
 # Pieces that end at every ASCII letter before a blank, which both kinds permit, and at the end of the text.
 _WORDS = re.compile(r" *[A-Za-z]+(?= )|.+?[A-Za-z](?= )|.+", re.DOTALL)
 
@@ -157,6 +161,20 @@ def _merges_no_blanks(tokenizer: Tokenizer) -> bool:
 def _settings(part: Any) -> Any:
     """The JSON of a normalizer or pre-tokenizer, None for none."""
     return None if part is None else json.loads(part.__getstate__())
+
+
+def ends_a_word(text: str) -> bool:
+    r"""Whether a blank behind ``text`` is a safe boundary.
+
+    In all regexes above blanks stand at the beginning of a match, or among whitespace alone: none goes from what is no
+    whitespace on to a blank. Of the look-ahead ``\s+(?!\S)`` the whitespace would be before the text's last character.
+    """
+    return _WORD_END.fullmatch(text, len(text) - 1) is not None
+
+
+def is_cut_by_blanks(text: str) -> bool:
+    """Whether all blanks in ``text`` are safe boundaries but one at its beginning, and one behind it would be."""
+    return bool(text) and _OTHER_BLANK.search(text) is None
 
 
 def words(text: str) -> list[str]:

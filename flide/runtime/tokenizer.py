@@ -159,11 +159,11 @@ class PromptTokenizer:
         Raises:
             RequestError: a text is not valid Unicode, is longer than can be tokenized, or yields a control token.
         """
-        return self._encode_pieces([[text] for text in texts])
+        return [ids.tolist() for ids in self._encode_pieces([[text] for text in texts])]
 
-    def _encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """``encode_plain`` of each piece of texts that are given in pieces, one after the other."""
-        ids: list[list[int]] = []
+    def _encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[array[int]]:
+        """``encode_plain`` of each piece of texts that are given in pieces, one after the other; int32."""
+        ids: list[array[int]] = []
         unknown, owners = [], []
         for pieces in texts:
             found = self._words.ids(pieces) if self._cuts else [None] * len(pieces)
@@ -171,11 +171,11 @@ class PromptTokenizer:
                 for part in () if known is not None else self._cuts.cut(piece) if self._cuts else (piece,):
                     unknown.append(part)
                     owners.append(len(ids))
-                ids.append(known or [])
+                ids.append(array("i") if known is None else known)
         for owner, part_ids in zip(owners, self._encode(unknown) if unknown else (), strict=True):
             if not self._may_be_text(part_ids):
                 raise _refusal("the text contains a control token of the model", "control_token")
-            ids[owner] += part_ids
+            ids[owner].extend(part_ids)
         return ids
 
     def _may_be_text(self, ids: Sequence[int]) -> bool:
@@ -183,7 +183,7 @@ class PromptTokenizer:
 
     def encode_prompts(
         self, shared: str, tails: Sequence[str], *, salt: str | None = None
-    ) -> tuple[array[int], list[list[int]]]:
+    ) -> tuple[array[int], list[array[int]]]:
         """Encode ``shared + tail`` for every tail, and ``shared`` only once.
 
         Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone, and what
@@ -194,7 +194,7 @@ class PromptTokenizer:
             salt: what was encoded with another one is encoded again, so that no time tells of it.
 
         Returns:
-            ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and lists of the others, such that
+            ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and those of each behind them, such that
             ``[*shared_ids, *tail_ids[i]] == encode_plain([shared + tails[i]])[0]``.
 
         Raises:
@@ -209,11 +209,11 @@ class PromptTokenizer:
         first, *rest = self.encode_plain([shared, *(shared + tail for tail in tails)])
         # An unknown character can swallow what follows it; even so every tail keeps a token, if it can.
         length = min(len(os.path.commonprefix([first, *rest])), max(0, min(map(len, rest), default=0) - 1))
-        return array("i", first[:length]), [ids[length:] for ids in rest]
+        return array("i", first[:length]), [array("i", ids[length:]) for ids in rest]
 
     def encode_chat(
         self, shared: str, tails: Sequence[str], *, escape: bool = True, salt: str | None = None
-    ) -> tuple[array[int], list[list[int]]]:
+    ) -> tuple[array[int], list[array[int]]]:
         """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
 
         Args:
@@ -239,7 +239,8 @@ class PromptTokenizer:
         shared_ids, tail_ids = self.encode_prompts(
             frame.head_text + shared, [tail + frame.tail_text for tail in tails], salt=salt
         )
-        return array("i", frame.head_ids) + shared_ids, [[*ids, *frame.tail_ids] for ids in tail_ids]
+        behind = array("i", frame.tail_ids)
+        return array("i", frame.head_ids) + shared_ids, [ids + behind for ids in tail_ids]
 
     def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:
         """Whether a message, with the plain text that the template puts next to it, holds the text of an added token.
@@ -254,7 +255,7 @@ class PromptTokenizer:
             texts += [normalizer.normalize_str(text) for text in texts if not text.isascii() and _is_unicode(text)]
         return any(self._added.search(text) for text in texts)
 
-    def _encode_rendered(self, shared: str, tails: Sequence[str]) -> tuple[array[int], list[list[int]]]:
+    def _encode_rendered(self, shared: str, tails: Sequence[str]) -> tuple[array[int], list[array[int]]]:
         """Whole prompts as the tokenizer reads their strings, split where the shared text ends or tokens differ."""
         try:
             rendered = [self._render(shared + tail) for tail in (*tails, "")]
@@ -263,7 +264,7 @@ class PromptTokenizer:
         *prompts, ends = _encode_batch(self._full, rendered)
         length = len(os.path.commonprefix([*prompts, ends]))
         length = min(length, min(map(len, prompts)) - 1)
-        return array("i", prompts[0][:length]), [prompt[length:] for prompt in prompts]
+        return array("i", prompts[0][:length]), [array("i", prompt[length:]) for prompt in prompts]
 
     def labels(self, count: int) -> list[Label]:
         """The first ``count`` labels: A-Z, a-z, 0-9, then printable tokens in id order; each a single, distinct token.

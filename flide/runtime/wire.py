@@ -198,7 +198,8 @@ def _check_options(criteria: Any, loc: tuple[str, ...], problems: _Problems) -> 
     if isinstance(criteria, dict):
         if _check_size(criteria, MAX_OPTIONS, "option", loc, problems):
             for name, description in criteria.items():
-                _check_text(description, (*loc, name), problems)
+                if description is not None and type(description) is not str:
+                    _check_text(description, (*loc, name), problems)
     elif criteria is not _INVALID:
         problems.add(loc, "Input should be an object that maps distinct option names to descriptions", "dict_type")
 
@@ -268,13 +269,17 @@ def _copy(body: Any, problems: _Problems) -> Any:
         is_object = isinstance(target, dict)
         children: list[tuple[Any, Any, _Path, int]] = []
         for key, value in source.items() if is_object else enumerate(source):
-            if is_object and (problem := _key_problem(key)):
+            if not is_object or (type(key) is str and key.isascii()):  # the common cases, without a call
+                name = key
+            elif problem := _key_problem(key):
                 problems.add(_loc(path), *problem)
                 target[_shorten(key)] = _INVALID
                 continue
+            else:
+                name = str.__str__(key)
             copied: Any = value
             if value is None or (type(value) is str and value.isascii()):
-                pass  # the common cases, without a call
+                pass
             elif type(value) not in _SCALARS and isinstance(value, _CONTAINERS):
                 copied = [] if isinstance(value, list | tuple) else {}
                 children.append((value, copied, (path, key) if depth else None, depth + 1))
@@ -284,7 +289,7 @@ def _copy(body: Any, problems: _Problems) -> Any:
             elif isinstance(value, str):
                 copied = str.__str__(value)
             if is_object:
-                target[str.__str__(key)] = copied
+                target[name] = copied
             else:
                 target.append(copied)
         if children and depth == MAX_DEPTH:

@@ -52,7 +52,7 @@ class Ledger:
     def __call__(self, text: str, salt: str | None = None) -> array[int]:
         beginning = self.known.find(text, salt)
         self.encoded += sum(map(len, beginning.pieces))
-        return self.known.keep(beginning, [[ord(c) for c in piece] for piece in beginning.pieces])
+        return self.known.keep(beginning, [array("i", map(ord, piece)) for piece in beginning.pieces])
 
     def new(self, text: str, salt: str | None = None) -> int:
         """How much of a text is encoded, now that it comes."""

@@ -75,7 +75,7 @@ class TestExactness:
         assert text_cuts.AFTER_WORDS.cut(text) == [text]
         assert tok.encode_plain([text]) == [whole(plain, text)]
         shared_ids, (tail_ids,) = tok.encode_prompts(text, ["x"])
-        assert (list(shared_ids), tail_ids) == ([], whole(plain, text + "x"))
+        assert (list(shared_ids), list(tail_ids)) == ([], whole(plain, text + "x"))
 
     @pytest.mark.parametrize("regex", [GPT2, QWEN2, LLAMA3, "qwen3.5"])
     def test_every_listed_character_ends_a_match(self, regex: str) -> None:
@@ -87,6 +87,11 @@ class TestExactness:
             text = "".join(c + after for c in letters if after != "\u3002" or not c.isdigit())
             starts = {start for _, (start, _) in splitter.pre_tokenize_str(text)}
             assert starts.issuperset(found.start() for found in text_cuts.AFTER_WORDS.next.finditer(text))
+        enders = [c for c in map(chr, range(0x10000)) if text_cuts.ends_a_word("\n" + c)]
+        assert {*map(chr, range(0x21, 0x7F)), *letters} == {*enders}
+        text = "".join(c + " " for c in enders)
+        starts = {start for _, (start, _) in splitter.pre_tokenize_str(text)}
+        assert starts.issuperset(range(1, len(text), 2))
         follow = [c for c in map(chr, range(0x10000)) if text_cuts.AFTER_WORDS.next.search("a" + c)]
         assert len(follow) == 128 - 52 + 3
         assert all(not unicodedata.combining(c) and unicodedata.is_normalized("NFC", "a" + c) for c in follow)

@@ -52,7 +52,7 @@ class TestUserText:
     def test_empty(self, tok: PromptTokenizer) -> None:
         assert tok.encode_plain([]) == []
         assert tok.encode_plain(["", ""]) == [[], []]
-        assert tok.encode_prompts("", ["", ""]) == (array("i"), [[], []])
+        assert tok.encode_prompts("", ["", ""]) == (array("i"), [array("i"), array("i")])
 
 
 class TestLabels:
