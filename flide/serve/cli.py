@@ -52,6 +52,7 @@ def add_parser(commands: Any) -> None:
         ("max-questions", "of one request"),
         ("max-prompt-tokens", "of a question with its state"),
         ("max-request-tokens", "of a state with all its questions (default: what there is memory for)"),
+        ("max-round-tokens", "that requests may share in one round: more for long requests, less for short waits"),
         ("max-requests-per-key", "that may wait or run"),
     ):
         parser.add_argument(f"--{name}", metavar="N", type=float if name == "request-timeout" else int, help=text)
@@ -115,6 +116,7 @@ def serve(arguments: argparse.Namespace) -> int:
         model_name=arguments.served_model_name,
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_request_tokens=arguments.max_request_tokens,
+        max_round_tokens=arguments.max_round_tokens,
         temperatures=temperatures or None,
         escape_control_tokens=arguments.escape_control_tokens,
         checkpoint_gb=arguments.checkpoint_gb,
