@@ -38,6 +38,7 @@ import torch
 
 from flide.models import AutoModelForDecision
 from flide.models.directory import ModelDirectory
+from flide.runtime.blas import compute_without_workspaces
 from flide.runtime.checkpoints.budget import GIB
 from flide.runtime.config import GRAPH_MODES, EngineConfig
 from flide.runtime.metadata import PAGE_SIZE
@@ -229,7 +230,9 @@ def _distance(reply: Reply, other: Reply) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    sys.setswitchinterval(SWITCH_SECONDS)  # as the server does: the engine's thread must not wait for this one
+    # As the server does: the engine's thread must not wait for this one.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    compute_without_workspaces()
     lengths = None if options.shapes is None else stored_lengths(options.shapes)
     steps: Steps
     if options.url is None and not options.text:

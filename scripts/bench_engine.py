@@ -32,6 +32,7 @@ from flide.heads import OpenJevHead
 from flide.layers import ForkAttentionReader
 from flide.models.decision import ForDecision
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
+from flide.runtime.blas import compute_without_workspaces
 from flide.runtime.capacity import DEEP_SAVES, smallest_that_holds
 from flide.runtime.config import GRAPH_MODES, EngineConfig
 from flide.runtime.decision import Decision, joined
@@ -352,6 +353,7 @@ def main() -> int:
     parser.add_argument("--max-prompt-tokens", type=int, help="tokens that there are KV pages for")
     parser.add_argument("--depth", type=int, choices=(2, 3), help="levels of trees (3 for candidates)")
     arguments = parser.parse_args()
+    compute_without_workspaces()  # as the server does
     workloads = arguments.workload.split(",")
     for name in workloads:
         if name not in known:

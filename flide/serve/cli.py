@@ -74,6 +74,7 @@ def serve(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise FlideError(f"serving needs {', '.join(missing)}: pip install 'flide-torch[serve]'")
+    from flide.runtime.blas import compute_without_workspaces
     from flide.runtime.config import EngineConfig
     from flide.serve.app import DecisionServer
     from flide.serve.config import ServeConfig
@@ -109,6 +110,7 @@ def serve(arguments: argparse.Namespace) -> int:
     logs = Logs(arguments.log_level, arguments.log_format)
     logs.set_up()
     raise_file_limit()
+    compute_without_workspaces()
     temperatures = given_temperatures(arguments)
     engine_config = EngineConfig(
         device=arguments.device,
