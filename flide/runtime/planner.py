@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from flide.runtime.capacity import MAX_REQUESTS
 from flide.runtime.format import LAST_ROW, EncodedRequest
 from flide.runtime.tree import MAX_DEPTH, TokenTree, longest_common_prefix
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """What is left of a prompt, and its rows that are read, counted from the end."""
 
     tokens: Sequence[int]

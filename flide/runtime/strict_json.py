@@ -27,6 +27,7 @@ _BRACKET = re.compile(r'(?:[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+
 # One match per escape; the group is an escaped surrogate outside of a pair.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 
+_CONTAINERS = (dict, list)  # a tuple: a union would be made anew for every value
 _STEP = {"[": 1, "{": 1, "]": -1, "}": -1, "": 0}
 
 
@@ -62,7 +63,7 @@ def parse_json(data: bytes | str) -> Any:
             if escape[1]:
                 raise _json_invalid(NOT_UNICODE, escape.start())
     depth, level = 0, [body]
-    while level := [value for value in level if isinstance(value, dict | list)]:
+    while level := [value for value in level if isinstance(value, _CONTAINERS)]:
         depth += 1
         if depth > MAX_DEPTH:
             raise _json_invalid(TOO_DEEP)

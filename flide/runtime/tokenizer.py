@@ -19,7 +19,7 @@ from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
 from flide.runtime.prefix_ids import PrefixIds
 from flide.runtime.text_cuts import cuts_of
-from flide.runtime.word_ids import WordIds
+from flide.runtime.word_ids import TextIds, WordIds
 
 __all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
 
@@ -81,6 +81,7 @@ class PromptTokenizer:
         if self._cuts is None:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
         self._words = WordIds(self._encode, self._may_be_text)
+        self._texts = TextIds()
         self._beginnings = PrefixIds(self._cuts) if self._cuts else None
         self._lock = threading.Lock()
         self._labels: list[Label] | None = None
@@ -203,9 +204,15 @@ class PromptTokenizer:
         if self._cuts and self._beginnings:
             kept = self._cuts.last_cut(shared)
             beginning = self._beginnings.find(shared[:kept], salt)
-            ids = self._encode_pieces([beginning.pieces, *([shared[kept:] + tail] for tail in tails)])
+            tails = [shared[kept:] + tail for tail in tails]
+            known = {tail: found for tail in tails if (found := self._texts.get(tail, salt)) is not None}
+            new = [tail for tail in dict.fromkeys(tails) if tail not in known]
             count = len(beginning.pieces)
-            return self._beginnings.keep(beginning, ids[:count]), ids[count:]
+            ids = self._encode_pieces([beginning.pieces, *([tail] for tail in new)])
+            for tail, encoded in zip(new, ids[count:], strict=True):
+                known[tail] = encoded
+                self._texts.keep(tail, salt, encoded)
+            return self._beginnings.keep(beginning, ids[:count]), [known[tail] for tail in tails]
         first, *rest = self.encode_plain([shared, *(shared + tail for tail in tails)])
         # An unknown character can swallow what follows it; even so every tail keeps a token, if it can.
         length = min(len(os.path.commonprefix([first, *rest])), max(0, min(map(len, rest), default=0) - 1))

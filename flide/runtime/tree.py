@@ -59,6 +59,8 @@ class TokenTree:
     def readout_offsets(self) -> tuple[int, ...]:
         """Rows to read, counted from the node's first row (0-based, never negative)."""
         n = len(self.tokens)
+        if self.readouts is None and n:
+            return () if self.children else (n - 1,)
         rows = self.readouts if self.readouts is not None else (() if self.children else (-1,))
         offsets = tuple(row + n if row < 0 else row for row in rows)
         if any(not 0 <= offset < n for offset in offsets):

@@ -1,4 +1,5 @@
-"""Token ids of words, kept: texts repeat theirs, and looking one up takes a tenth of the time that encoding it takes.
+"""Token ids of words and of short texts, kept: both come again, and looking one up takes a tenth of the time that
+encoding it takes.
 
 A text is taken apart at its blanks, or where that is not safe at fewer places. Only for tokenizers that
 ``text_cuts.cuts_of`` knows.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from flide.runtime.text_cuts import ends_a_word, is_cut_by_blanks, words
 
@@ -20,27 +21,32 @@ LONGEST = 512  # characters of one that is encoded by itself: between two words 
 NEW_SHARE, NEW_AT_LEAST = 8, 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A piece of text in parts: ``"".join(parts) + "".join(" " + word for word in behind)``."""
+MOST_TEXT = 1 << 22  # characters of texts that are kept: with their ids some 20 MB
+LONGEST_TEXT = 1 << 13
 
-    parts: list[str]
-    behind: list[str]
+# A piece of text as parts, and words with a blank before each.
+_Split: TypeAlias = "tuple[list[str], list[str]]"
 
-    @classmethod
-    def at_blanks(cls, piece: str) -> _Split | None:
-        """None where the first word must not be cut off."""
-        first, *behind = piece.split(" ")
-        if behind and first and not ends_a_word(first):
-            return None
-        return cls([first] if first else [], behind)
 
-    @classmethod
-    def of(cls, piece: str) -> _Split:
-        return (cls.at_blanks(piece) if is_cut_by_blanks(piece) else None) or cls(words(piece), [])
+class TextIds:
+    """Remembers short texts as a whole, as questions are, which one asks about many states. Threads may share it."""
 
-    def __len__(self) -> int:
-        return len(self.parts) + len(self.behind)
+    def __init__(self) -> None:
+        self._known: dict[tuple[str | None, str], array[int]] = {}
+        self._characters = 0
+
+    def get(self, text: str, salt: str | None) -> array[int] | None:
+        """The ids of a text, which must stay as they are, if it was kept with this salt."""
+        return self._known.get((salt, text))
+
+    def keep(self, text: str, salt: str | None, ids: array[int]) -> None:
+        if len(text) > LONGEST_TEXT:
+            return
+        if self._characters + len(text) > MOST_TEXT:
+            self._known.clear()
+            self._characters = 0
+        self._known[salt, text] = ids
+        self._characters += len(text)
 
 
 class WordIds:
@@ -62,33 +68,35 @@ class WordIds:
     def ids(self, pieces: Sequence[str]) -> list[array[int] | None]:
         """The int32 token ids of each piece of one text; None if too little of it is known, or something in it is to
         be looked at again."""
-        split = [_Split.at_blanks(piece) for piece in pieces]
-        found = [self._look_up(parts) for parts in split]
-        missing = [i for i, ids in enumerate(found) if ids is None]
-        if missing:
-            careful = {i: _Split.of(pieces[i]) for i in missing}
-            total = sum(len(careful.get(i) or parts or ()) for i, parts in enumerate(split))
-            self._learn(careful.values(), total // NEW_SHARE + NEW_AT_LEAST)
-            for i, parts in careful.items():
-                found[i] = self._look_up(parts)
+        split = list(map(_at_blanks, pieces))
+        found = list(map(self._look_up, split))
+        if None in found:
+            missing = [i for i, ids in enumerate(found) if ids is None]
+            for i in missing:
+                split[i] = _taken_apart(pieces[i])
+            total = sum(len(parts) + len(behind) for parts, behind in filter(None, split))
+            self._learn([split[i] for i in missing], total // NEW_SHARE + NEW_AT_LEAST)
+            for i in missing:
+                found[i] = self._look_up(split[i])
         return found
 
     def _look_up(self, split: _Split | None) -> array[int] | None:
         if split is None:
             return None
+        parts, behind = split
         try:
-            ids = map(self._parts.__getitem__, split.parts), map(self._behind.__getitem__, split.behind)
+            ids = map(self._parts.__getitem__, parts), map(self._behind.__getitem__, behind)
             return array("i", b"".join(itertools.chain(*ids)))
         except KeyError:
             return None
 
-    def _learn(self, texts: Iterable[_Split], most: int) -> None:
+    def _learn(self, texts: Iterable[_Split | None], most: int) -> None:
         """Learn some of what is not known of some texts."""
         new: dict[tuple[bool, str], None] = {}
-        for split in texts:
+        for parts, behind in filter(None, texts):
             if len(new) < most:
-                new.update(((False, part), None) for part in split.parts if part not in self._parts)
-                new.update(((True, word), None) for word in split.behind if word not in self._behind)
+                new.update(((False, part), None) for part in parts if part not in self._parts)
+                new.update(((True, word), None) for word in behind if word not in self._behind)
         named = [(is_behind, word) for is_behind, word in itertools.islice(new, most) if len(word) < LONGEST]
         encoded = self._encode([" " + word if is_behind else word for is_behind, word in named])
         learnt = [(*name, ids) for name, ids in zip(named, encoded, strict=True) if self._may_keep(ids)]
@@ -104,3 +112,15 @@ class WordIds:
             assert not is_behind or ends_a_word(word), "only where blanks cut"
             (self._behind if is_behind else self._parts)[word] = array("i", ids).tobytes()
         self._characters += characters
+
+
+def _at_blanks(piece: str) -> _Split | None:
+    """None where the first word must not be cut off."""
+    first, *behind = piece.split(" ")
+    if behind and first and not ends_a_word(first):
+        return None
+    return [first] if first else [], behind
+
+
+def _taken_apart(piece: str) -> _Split:
+    return (_at_blanks(piece) if is_cut_by_blanks(piece) else None) or (words(piece), [])

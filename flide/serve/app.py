@@ -47,7 +47,7 @@ ALIAS = "jev-latest"  # always served
 REQUEST_ID = "x-typesafe-request-id"
 OPENAI_REQUEST_ID = "x-request-id"  # the same id
 MOST_READERS = 8
-FEW_QUESTIONS = 8  # of a short body that is read on the event loop: a few milliseconds at worst
+FEW_QUESTIONS = 8  # of a short body that is read on the event loop beside others: a few milliseconds at worst
 Handler = Callable[[Request], Awaitable[Response]]
 Parse = Callable[[bytes], DecisionRequest]
 
@@ -69,6 +69,7 @@ class DecisionServer:
         readers = min(MOST_READERS, max(1, (os.cpu_count() or 2) - 1))
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="flide-read")
         self._turns, self._room = Turns(readers, config.max_waiting), Room(config.max_bodies_bytes)
+        self._deciding = 0  # requests whose body is here
         self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
         self._started = datetime.now(UTC).date().isoformat()
 
@@ -183,7 +184,7 @@ class DecisionServer:
     async def _read(
         self, request: Request, parse: Parse, tell: Callable[[RequestError], RequestError], body: Body
     ) -> PreparedRequest:
-        """The request in a body, made ready; off the event loop unless little is asked."""
+        """The request in a body, made ready; off the event loop unless little is asked, or at least nothing else."""
         key: str = request.state.key
 
         def admit(parsed: DecisionRequest) -> PreparedRequest:
@@ -196,7 +197,7 @@ class DecisionServer:
             if not body.is_short:
                 return await self._on_a_reader(key, lambda: admit(parse(body.unpack())))
             parsed = parse(body.unpack())
-            if len(parsed.questions) <= FEW_QUESTIONS:
+            if self._deciding == 1 or len(parsed.questions) <= FEW_QUESTIONS:
                 return admit(parsed)
             return await self._on_a_reader(key, lambda: admit(parsed))
         except RequestError as error:
@@ -223,6 +224,7 @@ class DecisionServer:
     async def _patience(self, request: Request) -> AsyncIterator[None]:
         """The block is cancelled where the client leaves, or where it takes too long."""
         leaving = asyncio.ensure_future(_gone(request))
+        self._deciding += 1
         try:
             async with asyncio.timeout(self.config.request_timeout) as limit:
                 leaving.add_done_callback(lambda _: _end_now(limit))
@@ -232,6 +234,7 @@ class DecisionServer:
                 raise ClientDisconnect from None
             raise faults.unavailable("The request took too long.") from None
         finally:
+            self._deciding -= 1
             leaving.cancel()
 
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flide.errors import RequestError
 from flide.runtime import text_cuts, word_ids
 from flide.runtime.tokenizer import PromptTokenizer
-from flide.runtime.word_ids import LONGEST, NEW_AT_LEAST, NEW_SHARE, WordIds
+from flide.runtime.word_ids import LONGEST, LONGEST_TEXT, NEW_AT_LEAST, NEW_SHARE, TextIds, WordIds
 from tests.runtime.test_text_cuts import family_pair
 from tests.tiny_tokenizer import build_tokenizer, wrap
 from tests.tokenizer_families import FAMILIES, QUICK, TEXTS, whole
@@ -177,3 +177,34 @@ def test_a_lone_surrogate_is_refused_among_known_words() -> None:
     with pytest.raises(RequestError, match="lone surrogate"):
         tokenizer.encode_plain(["the order is late \ud800 the order"])
     assert tokenizer.encode_plain(["the order is late"])
+
+
+def test_a_question_that_comes_again_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = PromptTokenizer(wrap(build_tokenizer()))
+    questions = ["Is the order late?", "Which is it?", "Is the order late?"]
+    expected = tokenizer.encode_prompts("the order is late ", questions)
+    encoded: list[str] = []
+    pieces = tokenizer._encode_pieces
+
+    def counting(texts: list[list[str]]) -> list[array[int]]:
+        encoded.extend(piece for text in texts[1:] for piece in text)  # the first one is the state
+        return pieces(texts)
+
+    monkeypatch.setattr(tokenizer, "_encode_pieces", counting)
+    assert tokenizer.encode_prompts("the order is late ", questions) == expected
+    assert not encoded
+    assert tokenizer.encode_prompts("the order is late ", questions, salt="another") == expected
+    assert len(encoded) == 2, "what another one asked is not known"
+
+
+def test_texts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ids, "MOST_TEXT", 100)
+    texts = TextIds()
+    for number in range(50):
+        text = f"{number:010}"
+        texts.keep(text, None, characters_of(text))
+        assert texts.get(text, None) == characters_of(text)
+        assert texts.get(text, "salt") is None
+        assert sum(len(kept) for _, kept in texts._known) <= 100
+    texts.keep("y" * (LONGEST_TEXT + 1), None, array("i"))
+    assert texts.get("y" * (LONGEST_TEXT + 1), None) is None
