@@ -21,7 +21,8 @@ LONGEST = 512  # characters of one that is encoded by itself: between two words 
 NEW_SHARE, NEW_AT_LEAST = 8, 8
 
 
-MOST_TEXT = 1 << 22  # characters of texts that are kept: with their ids some 20 MB
+# Characters of texts that are kept, each with what it takes besides: with their ids some 20 MB.
+MOST_TEXT, BESIDES = 1 << 22, 64
 LONGEST_TEXT = 1 << 13
 
 # A piece of text as parts, and words with a blank before each.
@@ -42,11 +43,12 @@ class TextIds:
     def keep(self, text: str, salt: str | None, ids: array[int]) -> None:
         if len(text) > LONGEST_TEXT:
             return
-        if self._characters + len(text) > MOST_TEXT:
+        size = len(text) + len(salt or "") + BESIDES
+        if self._characters + size > MOST_TEXT:
             self._known.clear()
             self._characters = 0
         self._known[salt, text] = ids
-        self._characters += len(text)
+        self._characters += size
 
 
 class WordIds:

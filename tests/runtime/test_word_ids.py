@@ -198,13 +198,15 @@ def test_a_question_that_comes_again_is_not_encoded_again(monkeypatch: pytest.Mo
 
 
 def test_texts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_ids, "MOST_TEXT", 100)
-    texts = TextIds()
+    monkeypatch.setattr(word_ids, "MOST_TEXT", 1000)
+    texts, largest = TextIds(), 0
     for number in range(50):
-        text = f"{number:010}"
-        texts.keep(text, None, characters_of(text))
-        assert texts.get(text, None) == characters_of(text)
-        assert texts.get(text, "salt") is None
-        assert sum(len(kept) for _, kept in texts._known) <= 100
+        text, salt = f"{number:010}" * (number % 3), "s" * (number % 20) or None
+        texts.keep(text, salt, characters_of(text))
+        assert texts.get(text, salt) == characters_of(text)
+        assert texts.get(text, "another") is None
+        assert sum(word_ids.BESIDES + len(kept) + len(salt or "") for salt, kept in texts._known) <= 1000
+        largest = max(largest, len(texts._known))
+    assert largest > 5
     texts.keep("y" * (LONGEST_TEXT + 1), None, array("i"))
     assert texts.get("y" * (LONGEST_TEXT + 1), None) is None
