@@ -195,8 +195,8 @@ class PromptTokenizer:
             salt: what was encoded with another one is encoded again, so that no time tells of it.
 
         Returns:
-            ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and those of each behind them, such that
-            ``[*shared_ids, *tail_ids[i]] == encode_plain([shared + tails[i]])[0]``.
+            ``(shared_ids, tail_ids)``: int32 ids that the prompts share, and those of each behind them, which must stay
+            as they are, such that ``[*shared_ids, *tail_ids[i]] == encode_plain([shared + tails[i]])[0]``.
 
         Raises:
             RequestError: as ``encode_plain``.

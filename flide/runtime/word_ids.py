@@ -8,6 +8,7 @@ A text is taken apart at its blanks, or where that is not safe at fewer places. 
 from __future__ import annotations
 
 import itertools
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -20,10 +21,9 @@ LONGEST = 512  # characters of one that is encoded by itself: between two words 
 # and is learnt of another text, is so small a part that no text takes twice the time of encoding it.
 NEW_SHARE, NEW_AT_LEAST = 8, 8
 
-
-# Characters of texts that are kept, each with what it takes besides: with their ids some 20 MB.
-MOST_TEXT, BESIDES = 1 << 22, 64
-LONGEST_TEXT = 1 << 13
+MOST_TEXT = 1 << 25  # bytes of texts that are kept, of their ids and of what it takes to find them
+LONGEST_TEXT = 1 << 13  # characters
+_ENTRY = 200  # bytes that an entry takes beside the objects in it
 
 # A piece of text as parts, and words with a blank before each.
 _Split: TypeAlias = "tuple[list[str], list[str]]"
@@ -34,7 +34,7 @@ class TextIds:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str | None, str], array[int]] = {}
-        self._characters = 0
+        self._bytes = 0
 
     def get(self, text: str, salt: str | None) -> array[int] | None:
         """The ids of a text, which must stay as they are, if it was kept with this salt."""
@@ -43,12 +43,13 @@ class TextIds:
     def keep(self, text: str, salt: str | None, ids: array[int]) -> None:
         if len(text) > LONGEST_TEXT:
             return
-        size = len(text) + len(salt or "") + BESIDES
-        if self._characters + size > MOST_TEXT:
+        # Of a short text the salt can be the most, which a user chooses.
+        size = sum(map(sys.getsizeof, (text, salt, ids))) + _ENTRY
+        if self._bytes + size > MOST_TEXT:
             self._known.clear()
-            self._characters = 0
+            self._bytes = 0
         self._known[salt, text] = ids
-        self._characters += size
+        self._bytes += size
 
 
 class WordIds:

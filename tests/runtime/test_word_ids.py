@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 
 import pytest
@@ -197,16 +198,24 @@ def test_a_question_that_comes_again_is_not_encoded_again(monkeypatch: pytest.Mo
     assert len(encoded) == 2, "what another one asked is not known"
 
 
-def test_texts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_ids, "MOST_TEXT", 1000)
+@pytest.mark.parametrize(
+    ("salt", "length"), [(None, 10), ("", 0), ("x" * 256, 2), ("\U0001f600" * 256, 2), (None, LONGEST_TEXT)]
+)
+def test_texts_that_are_kept_are_bounded(salt: str | None, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the memory that they take, to which salts belong, and ids."""
+    most = 1 << 18
+    monkeypatch.setattr(word_ids, "MOST_TEXT", most)
     texts, largest = TextIds(), 0
-    for number in range(50):
-        text, salt = f"{number:010}" * (number % 3), "s" * (number % 20) or None
-        texts.keep(text, salt, characters_of(text))
-        assert texts.get(text, salt) == characters_of(text)
+    for number in range(3000):
+        text = f"{number:0{length}}"[:length] if salt is None else "x" * length
+        own = None if salt is None else salt + str(number)
+        texts.keep(text, own, characters_of(text))
+        assert texts.get(text, own) == characters_of(text)
         assert texts.get(text, "another") is None
-        assert sum(word_ids.BESIDES + len(kept) + len(salt or "") for salt, kept in texts._known) <= 1000
         largest = max(largest, len(texts._known))
-    assert largest > 5
+        if number % 100 == 0:
+            held = sum(sum(map(sys.getsizeof, (key, *key, ids))) for key, ids in texts._known.items())
+            assert held + sys.getsizeof(texts._known) <= most
+    assert largest > 4
     texts.keep("y" * (LONGEST_TEXT + 1), None, array("i"))
     assert texts.get("y" * (LONGEST_TEXT + 1), None) is None
