@@ -18,8 +18,10 @@ from flide.runtime.text_cuts import ends_a_word, is_cut_by_blanks, words
 MOST_WORDS, MOST_CHARACTERS = 1 << 15, 1 << 20  # that are kept: some 10 MB
 LONGEST = 512  # characters of one that is encoded by itself: between two words there may be a list of options
 # A word costs about as much to encode alone as ten in a text. What of a text's words may be new for it to be looked up,
-# and is learnt of another text, is so small a part that no text takes twice the time of encoding it.
-NEW_SHARE, NEW_AT_LEAST = 8, 8
+# and is learnt of another text, is so small a part that no text takes twice the time of encoding it. Once so
+# many are known that it is no beginning, those of another text are only learnt that come again: most numbers do not.
+NEW_SHARE, NEW_AT_LEAST, BEGINNING = 8, 8, 1 << 13
+MOST_SEEN = 1 << 16  # words that came and were not learnt, some 5 MB
 
 MOST_TEXT = 1 << 25  # bytes of texts that are kept, of their ids and of what it takes to find them
 LONGEST_TEXT = 1 << 13  # characters
@@ -67,6 +69,7 @@ class WordIds:
         self._parts: dict[str, bytes] = {}
         self._behind: dict[str, bytes] = {}
         self._characters = 0
+        self._seen: set[int] = set()  # hashes of what came and was not learnt
 
     def ids(self, pieces: Sequence[str]) -> list[array[int] | None]:
         """The int32 token ids of each piece of one text; None if too little of it is known, or something in it is to
@@ -78,7 +81,7 @@ class WordIds:
             for i in missing:
                 split[i] = _taken_apart(pieces[i])
             total = sum(len(parts) + len(behind) for parts, behind in filter(None, split))
-            self._learn([split[i] for i in missing], total // NEW_SHARE + NEW_AT_LEAST)
+            self._learn([split[i] for i in missing], total)
             for i in missing:
                 found[i] = self._look_up(split[i])
         return found
@@ -93,13 +96,17 @@ class WordIds:
         except KeyError:
             return None
 
-    def _learn(self, texts: Iterable[_Split | None], most: int) -> None:
-        """Learn some of what is not known of some texts."""
+    def _learn(self, texts: Iterable[_Split | None], total: int) -> None:
+        """Learn some of what is not known of some texts, which are part of one of so many words."""
+        most = total // NEW_SHARE + NEW_AT_LEAST
         new: dict[tuple[bool, str], None] = {}
         for parts, behind in filter(None, texts):
             if len(new) < most:
                 new.update(((False, part), None) for part in parts if part not in self._parts)
                 new.update(((True, word), None) for word in behind if word not in self._behind)
+        is_beginning = len(self._parts) + len(self._behind) < BEGINNING
+        if not is_beginning and len(new) > min(most, total // 2):
+            new = self._again(new)
         named = [(is_behind, word) for is_behind, word in itertools.islice(new, most) if len(word) < LONGEST]
         encoded = self._encode([" " + word if is_behind else word for is_behind, word in named])
         learnt = [(*name, ids) for name, ids in zip(named, encoded, strict=True) if self._may_keep(ids)]
@@ -115,6 +122,15 @@ class WordIds:
             assert not is_behind or ends_a_word(word), "only where blanks cut"
             (self._behind if is_behind else self._parts)[word] = array("i", ids).tobytes()
         self._characters += characters
+
+    def _again(self, new: dict[tuple[bool, str], None]) -> dict[tuple[bool, str], None]:
+        """Those of some words that came before."""
+        seen, hashes = self._seen, list(map(hash, new))
+        again = dict.fromkeys(itertools.compress(new, list(map(seen.__contains__, hashes))))
+        if len(seen) + len(hashes) > MOST_SEEN:
+            seen.clear()
+        seen.update(hashes[:MOST_SEEN])
+        return again
 
 
 def _at_blanks(piece: str) -> _Split | None:

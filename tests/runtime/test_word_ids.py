@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from array import array
@@ -139,6 +140,28 @@ def test_new_words_are_few_of_what_a_text_costs() -> None:
     for _ in range(NEW_SHARE + 1):
         found = known.ids([text])
     assert found == [characters_of(text)], "a text that comes again is learnt in the end"
+
+
+def test_once_many_are_known_only_words_that_come_again_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_ids, "BEGINNING", 50)
+    monkeypatch.setattr(word_ids, "MOST_SEEN", 3000)
+    encode = Counting()
+    known = WordIds(encode, lambda ids: True)
+    numbers = map(str, range(100_000, 200_000))
+    while len(known._parts) + len(known._behind) < 50:
+        known.ids([" ".join(itertools.islice(numbers, 100))])
+    encode.seen.clear()
+    for count in [3, 100, 1000] * 20:
+        assert known.ids([" ".join(itertools.islice(numbers, count))]) == [None]
+        assert len(known._seen) <= 3000
+    assert not encode.seen
+    again = " ".join(itertools.islice(numbers, 100))
+    for _ in range(NEW_SHARE + 2):
+        found = known.ids([again])
+    assert found == [characters_of(again)]
+    encode.seen.clear()
+    assert known.ids([again + " and one"]) == [characters_of(again + " and one")], "what is little is learnt at once"
+    assert encode.seen == [" and", " one"]
 
 
 @pytest.mark.parametrize(("words", "characters"), [(50, 1 << 20), (1 << 15, 900)])
