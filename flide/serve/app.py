@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flide.errors import RequestError
-from flide.runtime.decision import Decision
+from flide.runtime.decision import Decision, num_options
 from flide.runtime.engine import Engine
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
@@ -47,7 +47,9 @@ ALIAS = "jev-latest"  # always served
 REQUEST_ID = "x-typesafe-request-id"
 OPENAI_REQUEST_ID = "x-request-id"  # the same id
 MOST_READERS = 8
-FEW_QUESTIONS = 8  # of a short body that is read on the event loop beside others: a few milliseconds at worst
+# Of a short body that is read on the event loop: questions, where others are there, and characters of prompts, counting
+# instructions once for each option, as some formats repeat them. A millionth of a second each at worst.
+FEW_QUESTIONS, FEW_CHARACTERS = 8, 1 << 16
 Handler = Callable[[Request], Awaitable[Response]]
 Parse = Callable[[bytes], DecisionRequest]
 
@@ -197,7 +199,8 @@ class DecisionServer:
             if not body.is_short:
                 return await self._on_a_reader(key, lambda: admit(parse(body.unpack())))
             parsed = parse(body.unpack())
-            if self._deciding == 1 or len(parsed.questions) <= FEW_QUESTIONS:
+            is_little = self._deciding == 1 or len(parsed.questions) <= FEW_QUESTIONS
+            if is_little and _most_instructions(parsed, len(body.packed)) <= FEW_CHARACTERS:
                 return admit(parsed)
             return await self._on_a_reader(key, lambda: admit(parsed))
         except RequestError as error:
@@ -318,6 +321,16 @@ class _Envelope:
 def _is_this_machine(host: str, bound: str) -> bool:
     name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
     return name.lower() in {"", "localhost", "127.0.0.1", "[::1]", bound.lower(), f"[{bound.lower()}]"}
+
+
+def _most_instructions(request: DecisionRequest, size: int) -> int:
+    """Characters of all instructions, those of each question once for every option; of other values than strings, that
+    of the whole body, of so many bytes."""
+    return sum(
+        num_options(question) * (len(given) if isinstance(given, str) else size)
+        for question in request.questions.values()
+        if (given := question.instructions) is not None
+    )
 
 
 def _end_now(limit: asyncio.Timeout) -> None:

@@ -168,3 +168,29 @@ def test_reading_stops_for_who_left_and_ends_in_time(engine: Engine, monkeypatch
             await asyncio.to_thread(served.stop)
 
     run(test())
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_short_bodies_whose_prompts_are_long_are_read_off_the_event_loop(
+    as_object: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some formats repeat a question's instructions in a prompt for every option."""
+    readers = []
+    admit = DecisionServer._admit
+
+    def watched(self: DecisionServer, request: DecisionRequest, key: str) -> PreparedRequest:
+        readers.append(threading.current_thread().name.startswith("flide-read"))
+        return admit(self, request, key)
+
+    monkeypatch.setattr(DecisionServer, "_admit", watched)
+    for options, length in ((2, 8000), (100, 100), (100, 8000)):
+        instructions = {"ask": "x" * length} if as_object else "x" * length
+        criteria = {str(number): None for number in range(options)}
+        question = {"type": "choice", "instructions": instructions, "criteria": criteria}
+        body = {**BODY, "questions": {"q": question}}
+        assert len(json.dumps(body)) < SHORT
+        httpx.post(served.url + "/v1/systemone", json=body, timeout=60)
+    assert readers[0] is False
+    assert readers[2] is True
+    assert as_object or readers[1] is False
+    assert served.decisions._deciding == 0
