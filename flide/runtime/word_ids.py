@@ -23,7 +23,7 @@ LONGEST = 512  # characters of one that is encoded by itself: between two words 
 NEW_SHARE, NEW_AT_LEAST, BEGINNING = 8, 8, 1 << 13
 MOST_SEEN = 1 << 16  # words that came and were not learnt, some 5 MB
 
-MOST_TEXT = 1 << 25  # bytes of texts that are kept, of their ids and of what it takes to find them
+MOST_TEXT = 1 << 23  # bytes of texts that are kept, of their ids and of what it takes to find them
 LONGEST_TEXT = 1 << 13  # characters
 _ENTRY = 200  # bytes that an entry takes beside the objects in it
 

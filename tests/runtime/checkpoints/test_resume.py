@@ -17,7 +17,7 @@ from tests.models.gemma4 import tiny_gemma4
 from tests.models.test_interpreter import needs_interpreter, run_kernels
 from tests.runtime.checkpoints.asker import LABELS, POSITIONS, Asker, check_chain, check_continuations, request, tokens
 from tests.tiny_model import tiny_model_directory
-from tests.tolerance import LOGITS_FP32, PROBABILITY_FP32
+from tests.tolerance import LOGITS_FP32, PROBABILITY_FP32, PROBABILITY_SWEEP_FP32
 
 
 def qwen() -> Qwen35ForDecision:
@@ -34,12 +34,12 @@ def gemma(variant: str = "e2b") -> Gemma4ForDecision:
 MODELS = {"qwen": qwen, "gemma": gemma}
 
 
-def same(got: np.ndarray, want: np.ndarray) -> None:
+def same(got: np.ndarray, want: np.ndarray, probability: float = PROBABILITY_FP32) -> None:
     assert want.std() > 0.1
     assert np.abs(got - want).max() <= LOGITS_FP32 * want.std()
     both = [np.exp(x - x.max(1, keepdims=True)) for x in (got, want)]
     got, want = (x / x.sum(1, keepdims=True) for x in both)
-    assert np.abs(got - want).max() <= PROBABILITY_FP32
+    assert np.abs(got - want).max() <= probability
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -156,7 +156,7 @@ def test_random_histories_with_room_for_little(model: str, rounds: int, host: fl
         requests = next(asked)
         for (got, reused), one in zip(kept.ask(*requests), requests, strict=True):
             assert reused <= one.reuse.state_tokens
-            same(got, fresh.ask(one)[0][0])
+            same(got, fresh.ask(one)[0][0], PROBABILITY_SWEEP_FP32)
         stats = kept.store.stats()
         assert stats.bytes <= stats.capacity_bytes
         assert stats.host_bytes <= stats.host_capacity_bytes
