@@ -54,8 +54,7 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
             constants = {"N": heads, "E": key_heads, **head_sizes(key_dim, value_dim), "WIDTH": 4, "HAS_CACHE": cache}
             channels = 2 * key_heads * key_dim + heads * value_dim
             convolution = {"BR": table.conv_rows, "FAST": True}
-            sizes_of_heads = head_sizes(key_dim, value_dim)
-            convolution |= {f"G{x}": max(1, table.conv_channels // sizes_of_heads[f"{x}P"]) for x in "KV"}
+            convolution |= {f"G{x}": max(1, table.conv_channels // constants[f"{x}P"]) for x in "KV"}
             convolution |= {"C": channels, "S_QKV": channels + value_dim * heads + 2 * heads}
             found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, table.conv_warps
             constants |= {"L": CHUNK, "PRECISION": "tf32", "FAST": True, "LEVELS": CHUNK.bit_length() - 1, "WINDOW": 4}

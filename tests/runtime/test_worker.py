@@ -54,6 +54,27 @@ class Runner:
     begin_alone = RoundRunner.begin_alone
 
 
+class Picky(Runner):
+    """Can expect nothing, and plans only what ``check`` lets through."""
+
+    def __init__(self, check: Callable[[Any], None], before: Callable[[list[Any]], Any] = lambda names: None) -> None:
+        super().__init__(before)
+        self.check = check
+
+    def expect(self, requests: Any) -> None:
+        raise MemoryError("no memory")
+
+    def plan(self) -> RoundPlan:
+        check = self.check
+
+        class Plan(RoundPlan):
+            def add(self, request: Any) -> bool:
+                check(request.name)
+                return super().add(request)
+
+        return Plan(self.limit, self.max_requests)
+
+
 class Pending:
     def __init__(self, runner: Runner, names: list[Any]) -> None:
         self.runner, self.names = runner, names
@@ -356,20 +377,11 @@ def test_a_round_that_fails_at_its_end_is_run_again_one_by_one(gate: Gate, ahead
 
 
 def test_a_request_that_cannot_be_planned_fails_alone() -> None:
-    class Plan(RoundPlan):
-        def add(self, request: Any) -> bool:
-            if request.name == "bad":
-                raise MemoryError("no memory")
-            return super().add(request)
-
-    class Strict(Runner):
-        def expect(self, requests: Any) -> None:
+    def check(name: Any) -> None:
+        if name == "bad":
             raise MemoryError("no memory")
 
-        def plan(self) -> RoundPlan:
-            return Plan(self.limit, self.max_requests)
-
-    worker = start(Strict())
+    worker = start(Picky(check))
     jobs = jobs_of("a", "bad", "b")
     worker.submit(jobs)
     assert [jobs[i].future.result(TIMEOUT) for i in (0, 2)] == ["answer to a", "answer to b"]
@@ -419,20 +431,11 @@ def test_a_request_that_cannot_be_planned_again_takes_nobody_along(
             again = True
             raise MemoryError("no memory for all")
 
-    class Plan(RoundPlan):
-        def add(self, request: Any) -> bool:
-            if again and request.name == "bad":
-                raise ZeroDivisionError
-            return super().add(request)
+    def check(name: Any) -> None:
+        if again and name == "bad":
+            raise ZeroDivisionError
 
-    class Strict(Runner):
-        def expect(self, requests: Any) -> None:
-            raise ValueError("nothing can be expected")
-
-        def plan(self) -> RoundPlan:
-            return Plan(self.limit, self.max_requests)
-
-    worker = start(Strict(fail))
+    worker = start(Picky(check, fail))
     held_up(worker, gate)
     good, bad, other = jobs = jobs_of("good", "bad", "other")
     worker.submit(jobs)
