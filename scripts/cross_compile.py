@@ -35,7 +35,7 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # by
 FLOATS = {"p_cos", "p_sin", "p_partial", "p_stats", "p_A_log", "p_decay", "p_total_decay", "p_state_pool", "p_scratch"}
 FLOATS |= {"p_norm_weight"}
 BFLOATS = {"p_qkv", "p_a", "p_b", "p_weight", "p_dt_bias", "p_conv_pool", "p_w", "p_q", "p_k", "p_p", "p_v"}
-BFLOATS |= {"p_x", "p_gate", "p_out", "p_pool", "p_conv", "p_to"}
+BFLOATS |= {"p_x", "p_gate", "p_out", "p_pool", "p_conv", "p_to", "p_rounded"}
 SCALARS = {"scale_log2": "fp32", "beta_scale": "fp32", "eps": "fp32", "offset": "fp32"}
 
 
@@ -63,7 +63,7 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
         columns = table.scan_columns
         pipelined = level == 0 or columns < delta.UNPIPELINED
         constants = {"BV": columns, "BV_FEW": min(narrow, columns), "L": CHUNK, "LEVEL": level, "HAS_CACHE": cache}
-        constants |= {"PRECISION": "tf32", "STAGES": table.scan_stages if pipelined else 0}
+        constants |= {"SHORT": delta.SHORT, "PRECISION": "tf32", "STAGES": table.scan_stages if pipelined else 0}
         kind = f"level {level}, {narrow} columns of few, {'cached' if cache else 'fresh'}"
         for name, heads, key_dim, value_dim in (("scan", 16, 128, 128), ("scan of 96 x 192", 30, 96, 192)):
             sizes = {name: size for name, size in head_sizes(key_dim, value_dim).items() if name != "VP"}

@@ -39,6 +39,7 @@ ROUNDS: dict[str, list[Shape]] = {
     "two_chunks": [(127, [1]), (128, [2]), (129, [3, 127, 129])],
     "zero_length_branch": [(5, [0, 3, 0]), (0, [0])],
     "many_branches": [(20, [1 + i % 7 for i in range(40)])],
+    "short_last_chunks": [(70, [80, (81, [1, 144, 145]), (80, [65, 129]), 64])],
     "depth_three": [(10, [(5, [1, 2, 64]), (3, [7]), 4]), (66, [(1, [1, 1]), (65, [2])])],
 }
 too_large_in_float32 = pytest.mark.skipif(ON_GPU, reason="in float32 of this size only the interpreter has room")
@@ -219,6 +220,17 @@ def test_delta_rule_in_float32(shapes: list[Shape], key_heads: int, heads: int) 
     assert torch.equal(conv_pool, delta.conv_pool)
     rows = int(meta.segment_offsets[-1])
     assert not out[rows:].any()
+
+
+@pytest.mark.parametrize("shapes", [pytest.param(ROUNDS[name], id=name) for name in (*FAST, "short_last_chunks")])
+def test_delta_rule_of_branches_without_a_pipeline(shapes: list[Shape]) -> None:
+    """From 64 columns on. Leaves of one chunk start from rounded states; short last chunks have small tiles."""
+    meta = pack(shapes)
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32, value_dim=64)
+    out, *_ = delta.kernel(meta)
+    expected, *_ = delta.reference(meta, torch.float64)
+    assert relative_error(out.double(), expected) <= FP32_RELATIVE
+    assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
 def test_delta_rule_resumes_and_saves_at_any_row() -> None:

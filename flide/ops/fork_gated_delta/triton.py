@@ -26,6 +26,7 @@ from torch import Tensor
 from flide.ops.fork_schedule.reference import CHUNK, ForkSchedule
 from flide.ops.launch import launch_table, num_programs
 
+SHORT = 16  # rows of a branch's last chunk, behind others, that have a tile of their own
 UNPIPELINED = 64  # columns; for 32, a scan without a pipeline read illegal addresses on sm_90 (Triton 3.6)
 
 
@@ -408,17 +409,26 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _chunk(
-    p_conv, p_p, p_w, p_decay, p_out, total_decay, row, end, needs_state, i_h, o_v, b_S, C,
-    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Store one chunk's outputs, and return the state after it if that is needed.
+def _load_some(p_x, m_some, m_head, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of which only some is read where MASKED; otherwise there is something everywhere."""
+    if MASKED:
+        return tl.load(p_x, mask=_both(m_some, m_head, PADDED), other=0.0)
+    else:
+        return _load(p_x, m_head, PADDED)
 
-    Few instructions are what makes a long trunk fast: rows behind the chunk's end are read, too (there are some), and
-    masked where they would matter; addresses are one 64-bit number and offsets that stay the same.
+
+@triton.jit
+def _outputs(
+    p_conv, p_p, p_decay, p_out, row, end, i_h, o_v, b_S, C,
+    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of a chunk of at most ROWS rows, from the rounded state before it; returns R.
+
+    Few instructions are what makes a long trunk fast: unless MASKED, rows behind the chunk's end are read, too (there
+    are some), and masked where they would matter; addresses are one 64-bit number and offsets that stay the same.
     """
-    o_l = tl.arange(0, L)[:, None]
+    o_l = tl.arange(0, ROWS)[:, None]
     o_k = tl.arange(0, KP)[None, :]
     m_k = o_k < K
     m_rows = o_l < end - row
@@ -427,19 +437,36 @@ def _chunk(
     p_q = p_conv + at * C + i_h // (N // E) * K
     p_v = p_conv + at * C + 2 * E * K + i_h * V
     o_qk = o_l * C + o_k
-    b_k = _load(p_q + E * K + o_qk, m_k, KP != K)
-    b_v = tl.load(p_v + o_l * C + o_v[None, :])
-    b_q = _load(p_q + o_qk, m_k, KP != K)
-    b_p = tl.load(p_p + head * L + (o_l * (N * L) + tl.arange(0, L)[None, :]))
+    b_k = _load_some(p_q + E * K + o_qk, m_rows, m_k, MASKED, KP != K)
+    b_v = _load_some(p_v + o_l * C + o_v[None, :], m_rows, m_rows, MASKED, False)
+    b_q = _load_some(p_q + o_qk, m_rows, m_k, MASKED, KP != K)
+    b_p = _load_some(p_p + head * L + (o_l * (N * L) + tl.arange(0, ROWS)[None, :]), m_rows, m_rows, MASKED, False)
     b_decay = tl.exp(tl.load(p_decay + head + o_l * N))
-    b_Sc = b_S.to(b_k.dtype)
-    b_r = b_v.to(tl.float32) - tl.dot(b_k, b_Sc, input_precision=PRECISION) * b_decay
+    b_r = b_v.to(tl.float32) - tl.dot(b_k, b_S, input_precision=PRECISION) * b_decay
     b_r = tl.where(m_rows, b_r, 0.0).to(b_k.dtype)
-    b_o = tl.dot(b_q, b_Sc, input_precision=PRECISION) * b_decay
+    b_o = tl.dot(b_q, b_S, input_precision=PRECISION) * b_decay
     b_o = tl.dot(b_p, b_r, b_o, input_precision=PRECISION).to(p_out.dtype.element_ty)
     tl.store(p_out + head * V + (o_l * (N * V) + o_v[None, :]), b_o, mask=m_rows)
+    return b_r
+
+
+@triton.jit
+def _chunk(
+    p_conv, p_p, p_w, p_decay, p_out, total_decay, row, end, needs_state, i_h, o_v, b_S, C,
+    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of a chunk of at most ROWS rows, and return the state after it if that is needed."""
+    b_r = _outputs(
+        p_conv, p_p, p_decay, p_out, row, end, i_h, o_v, b_S.to(p_conv.dtype.element_ty), C,
+        N, E, K, KP, V, L, ROWS, False, PRECISION,
+    )  # fmt: skip
     if needs_state:
-        b_w = tl.load(p_w + head * K + (o_l * (N * K) + o_k), mask=_both(m_rows, m_k, KP != K), other=0.0)
+        o_l = tl.arange(0, ROWS)[:, None]
+        o_k = tl.arange(0, KP)[None, :]
+        head = row.to(tl.int64) * N + i_h
+        m_w = _both(o_l < end - row, o_k < K, KP != K)
+        b_w = tl.load(p_w + head * K + (o_l * (N * K) + o_k), mask=m_w, other=0.0)
         b_S = tl.dot(tl.trans(b_w), b_r, b_S * tl.exp(total_decay), input_precision=PRECISION)
     return b_S
 
@@ -461,14 +488,15 @@ def _scan_segment(
     p_total_decay,
     p_out,
     p_scratch,
+    p_rounded,
     p_state_pool,
     p_chunk_offsets,
     p_offsets,
     p_chunk_rows,
     p_chunk_saves,
-    p_parents,
     p_initial_slots,
     p_final_slots,
+    parent_slot,
     i_s,
     i_h,
     i_v,
@@ -480,6 +508,7 @@ def _scan_segment(
     V: tl.constexpr,
     BV: tl.constexpr,
     L: tl.constexpr,
+    SHORT: tl.constexpr,
     LEVEL: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -493,7 +522,6 @@ def _scan_segment(
     o_state = o_k * V + o_v[None, :]
     b_S = tl.zeros([KP, BV], dtype=tl.float32)
     if LEVEL > 0:
-        parent_slot = tl.load(p_final_slots + tl.load(p_parents + i_s)).to(tl.int64)
         b_S = _load(p_scratch + (parent_slot * N + i_h) * K * V + o_state, m_k, PADDED)
     elif HAS_CACHE:
         slot = tl.load(p_initial_slots + i_s).to(tl.int64)
@@ -512,23 +540,53 @@ def _scan_segment(
                 end = tl.load(p_chunk_rows + 2 * i_y + 1)
             b_S = _chunk(
                 p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), row, end, True, i_h, o_v, b_S, C,
-                N, E, K, KP, V, L, PRECISION,
+                N, E, K, KP, V, L, L, PRECISION,
             )  # fmt: skip
             if LEVEL == 0 and HAS_CACHE:
                 save = tl.load(p_chunk_saves + i_y).to(tl.int64)
                 if save >= 0:
                     _store_state(p_state_pool + (save * N + i_h) * K * V + o_state, b_S, m_k, PADDED)
     else:
+        row = begin + (end_chunk - 1 - first_chunk) * L
+        is_short = (row > begin) & (end - row <= SHORT)
+        if is_short:
+            end_chunk -= 1
         i_y = first_chunk
         while i_y < end_chunk:
-            needs_state = (i_y + 1 < end_chunk) | (final_slot >= 0)
+            needs_state = (i_y + 1 < end_chunk) | is_short | (final_slot >= 0)
             b_S = _chunk(
                 p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + i_y * N), begin + (i_y - first_chunk) * L,
-                end, needs_state, i_h, o_v, b_S, C, N, E, K, KP, V, L, PRECISION,
+                end, needs_state, i_h, o_v, b_S, C, N, E, K, KP, V, L, L, PRECISION,
             )  # fmt: skip
             i_y += 1
+        if is_short:
+            b_S = _chunk(
+                p_conv, p_p, p_w, p_decay, p_out, tl.load(p_total_decay + end_chunk * N), row, end, final_slot >= 0,
+                i_h, o_v, b_S, C, N, E, K, KP, V, L, SHORT, PRECISION,
+            )  # fmt: skip
     if final_slot >= 0:
-        _store_state(p_scratch + (final_slot * N + i_h) * K * V + o_state, b_S, m_k, PADDED)
+        o_final = (final_slot * N + i_h) * K * V + o_state
+        _store_state(p_scratch + o_final, b_S, m_k, PADDED)
+        _store_state(p_rounded + o_final, b_S.to(p_rounded.dtype.element_ty), m_k, PADDED)
+
+
+@triton.jit
+def _scan_leaf(
+    p_conv, p_p, p_decay, p_out, p_rounded, p_offsets, parent_slot, i_s, i_h, i_v, C,
+    N: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BV value columns of one head of a segment of one chunk whose state nobody needs.
+
+    Many of these take as long as their reads: the parent's state comes rounded, as products take it, half the bytes,
+    and rows behind the end do not.
+    """
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, KP)[:, None]
+    b_S = _load(p_rounded + (parent_slot * N + i_h) * K * V + (o_k * V + o_v[None, :]), o_k < K, KP != K)
+    begin = tl.load(p_offsets + i_s)
+    end = tl.load(p_offsets + i_s + 1)
+    _outputs(p_conv, p_p, p_decay, p_out, begin, end, i_h, o_v, b_S, C, N, E, K, KP, V, L, L, True, PRECISION)
 
 
 @triton.jit(do_not_specialize=["few"])
@@ -540,6 +598,7 @@ def _scan_kernel(
     p_total_decay,
     p_out,
     p_scratch,
+    p_rounded,
     p_state_pool,
     p_chunk_offsets,
     p_offsets,
@@ -559,6 +618,7 @@ def _scan_kernel(
     BV: tl.constexpr,
     BV_FEW: tl.constexpr,
     L: tl.constexpr,
+    SHORT: tl.constexpr,
     LEVEL: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -572,20 +632,36 @@ def _scan_kernel(
     if BV_FEW < BV and num_segments <= few:
         while work < num_segments * N * (V // BV_FEW):
             _scan_segment(
-                p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
-                p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
+                p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_rounded, p_state_pool, p_chunk_offsets,
+                p_offsets, p_chunk_rows, p_chunk_saves, p_initial_slots, p_final_slots, 0,
                 first_segment + work // (V // BV_FEW) // N, work // (V // BV_FEW) % N, work % (V // BV_FEW), C,
-                N, E, K, KP, V, BV_FEW, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
+                N, E, K, KP, V, BV_FEW, L, SHORT, LEVEL, HAS_CACHE, PRECISION, STAGES,
             )  # fmt: skip
             work += tl.num_programs(0)
     else:
         while work < num_segments * N * (V // BV):
-            _scan_segment(
-                p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_state_pool, p_chunk_offsets, p_offsets,
-                p_chunk_rows, p_chunk_saves, p_parents, p_initial_slots, p_final_slots,
-                first_segment + work // (V // BV) // N, work // (V // BV) % N, work % (V // BV), C,
-                N, E, K, KP, V, BV, L, LEVEL, HAS_CACHE, PRECISION, STAGES,
-            )  # fmt: skip
+            i_s = first_segment + work // (V // BV) // N
+            i_h = work // (V // BV) % N
+            i_v = work % (V // BV)
+            parent_slot = 0
+            is_leaf = False
+            if LEVEL > 0:
+                parent_slot = tl.load(p_final_slots + tl.load(p_parents + i_s)).to(tl.int64)
+            if LEVEL > 0 and STAGES == 0:
+                num_chunks = tl.load(p_chunk_offsets + i_s + 1) - tl.load(p_chunk_offsets + i_s)
+                is_leaf = (num_chunks == 1) & (tl.load(p_final_slots + i_s) < 0)
+            if is_leaf:
+                _scan_leaf(
+                    p_conv, p_p, p_decay, p_out, p_rounded, p_offsets, parent_slot, i_s, i_h, i_v, C,
+                    N, E, K, KP, V, BV, L, PRECISION,
+                )  # fmt: skip
+            else:
+                _scan_segment(
+                    p_conv, p_w, p_p, p_decay, p_total_decay, p_out, p_scratch, p_rounded, p_state_pool,
+                    p_chunk_offsets, p_offsets, p_chunk_rows, p_chunk_saves, p_initial_slots, p_final_slots,
+                    parent_slot, i_s, i_h, i_v, C, N, E, K, KP, V, BV, L, SHORT, LEVEL, HAS_CACHE, PRECISION,
+                    STAGES,
+                )  # fmt: skip
             work += tl.num_programs(0)
 
 
@@ -613,7 +689,7 @@ def fork_gated_delta_triton(
 ) -> Tensor:
     """Launch the kernels; arguments as in ``fork_gated_delta_cached``."""
     num_rows, channels = qkv_TC.shape
-    heads = A_log_N.shape[0]
+    heads, num_segments = A_log_N.shape[0], segment_parents.shape[0]
     value_dim = (channels - 2 * num_key_heads * key_dim) // heads
     width = conv_weight_CW.shape[1]
     has_cache = state_pool.shape[0] > 1  # slot 0 alone is the zero state: nothing to resume or save
@@ -623,11 +699,14 @@ def fork_gated_delta_triton(
     conv = qkv_TC.new_empty(read_rows, channels)
     w, p = (qkv_TC.new_empty(read_rows, heads, size) for size in (key_dim, CHUNK))
     out_TNV = qkv_TC.new_empty(num_rows, heads, value_dim)
+    # What segments with children leave behind, in the dtype of products.
+    parents = min(num_segments, scratch.shape[0])
+    rounded = scratch if exact else qkv_TC.new_empty(parents, *scratch.shape[1:])
     decay = qkv_TC.new_empty(read_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
     padded = {"KP": triton.next_power_of_2(key_dim), "VP": triton.next_power_of_2(value_dim)}
     programs, table = num_programs(qkv_TC.device), launch_table(qkv_TC.device)
-    num_segments, fast = segment_parents.shape[0], qkv_TC.is_cuda and not exact
+    fast = qkv_TC.is_cuda and not exact
     heads_of = {"GK": max(1, table.conv_channels // padded["KP"]), "GV": max(1, table.conv_channels // padded["VP"])}
     units = triton.cdiv(2 * num_key_heads, heads_of["GK"]) + triton.cdiv(heads, heads_of["GV"])
     _conv_kernel[(triton.cdiv(num_rows, table.conv_rows) * units,)](
@@ -715,6 +794,7 @@ def fork_gated_delta_triton(
             total_decay,
             out_TNV,
             scratch,
+            rounded,
             state_pool,
             schedule.chunk_offsets,
             segment_offsets,
@@ -734,6 +814,7 @@ def fork_gated_delta_triton(
             BV=columns,
             BV_FEW=narrow,
             L=CHUNK,
+            SHORT=SHORT,
             LEVEL=level,
             HAS_CACHE=has_cache,
             PRECISION=precision,
