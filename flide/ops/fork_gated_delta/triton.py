@@ -699,9 +699,8 @@ def fork_gated_delta_triton(
     conv = qkv_TC.new_empty(read_rows, channels)
     w, p = (qkv_TC.new_empty(read_rows, heads, size) for size in (key_dim, CHUNK))
     out_TNV = qkv_TC.new_empty(num_rows, heads, value_dim)
-    # What segments with children leave behind, in the dtype of products.
-    parents = min(num_segments, scratch.shape[0])
-    rounded = scratch if exact else qkv_TC.new_empty(parents, *scratch.shape[1:])
+    # States in scratch, as products take them.
+    rounded = scratch if exact else qkv_TC.new_empty(scratch.shape)
     decay = qkv_TC.new_empty(read_rows, heads, dtype=torch.float32)
     total_decay = qkv_TC.new_empty(schedule.chunk_segments.shape[0], heads, dtype=torch.float32)
     padded = {"KP": triton.next_power_of_2(key_dim), "VP": triton.next_power_of_2(value_dim)}
