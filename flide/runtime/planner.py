@@ -49,15 +49,17 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1
     Raises:
         ValueError: a prompt has no row to read behind what the prompts share by themselves.
     """
+    sizes = encoded.num_prompts
+    if encoded.rows is None and encoded.tails and (depth == 2 or max(sizes) == 1):
+        return _last_rows_of(encoded)
     rows = encoded.rows or [LAST_ROW] * len(encoded.tails)
     prompts = [_Prompt(tail, row) for tail, row in zip(encoded.tails, rows, strict=True)]  # tails may begin alike, too
     if not prompts or min(prompt.most_shared for prompt in prompts) < 0:
-        raise ValueError("every prompt needs a row to read behind the state")
+        raise _nothing_to_read()
     cut = _shared(prompts)
     trunk = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
     trunk.extend(prompts[0].tokens[:cut])
     rest = [prompt.behind(cut) for prompt in prompts]
-    sizes = encoded.num_prompts
     if depth > 2 and max(sizes) > 1 and len(sizes) < MAX_REQUESTS:
         left = iter(rest)
         groups = [list(islice(left, size)) for size in sizes]
@@ -65,6 +67,21 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1
         if sum(cut * (size - 1) for cut, size in zip(cuts, sizes, strict=True)) >= least:
             return TokenTree(trunk, tuple(node for x in zip(groups, cuts, strict=True) for node in _question(*x)))
     return TokenTree(trunk, tuple(prompt.as_leaf() for prompt in rest))
+
+
+def _last_rows_of(encoded: EncodedRequest) -> TokenTree:
+    """Two levels of prompts whose last rows are read, as most are: the same, with less to do for each."""
+    shortest = min(map(len, encoded.tails))
+    if not shortest:
+        raise _nothing_to_read()
+    cut = min(longest_common_prefix(encoded.tails), shortest - 1)
+    trunk = array("i", encoded.shared)
+    trunk.extend(encoded.tails[0][:cut])
+    return TokenTree(trunk, tuple([TokenTree(tail[cut:] if cut else tail) for tail in encoded.tails]))
+
+
+def _nothing_to_read() -> ValueError:
+    return ValueError("every prompt needs a row to read behind the state")
 
 
 def _question(prompts: Sequence[_Prompt], cut: int) -> list[TokenTree]:

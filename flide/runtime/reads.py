@@ -5,9 +5,10 @@ Shapes: N readout rows of a request, C columns of the head, Q questions, O most 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,11 @@ from numpy.typing import NDArray
 from flide.runtime.compact import Compact
 
 ZERO = -1  # in place of a column: the option's logit is 0
+# Questions often come in the same numbers, with the same numbers of options: where their options lie is kept, for so
+# many requests (Q x O places) of at most so many sizes. At most 5 MB.
+MOST_PLACES, MOST_KEPT = 1024, 128
+
+_Columns = tuple[tuple[int, ...], ...]
 
 
 class Reads(Protocol):
@@ -48,6 +54,7 @@ class OptionReads(Compact):
         is_option_QO: which places are used.
         is_zero_QO: which options' logits are 0.
         num_rows: readout rows of all questions together.
+        made_of: the arguments of ``of`` that give the same; None where there are none.
     """
 
     rows_QO: NDArray[np.int64]
@@ -55,30 +62,24 @@ class OptionReads(Compact):
     is_option_QO: NDArray[np.bool_]
     is_zero_QO: NDArray[np.bool_]
     num_rows: int
+    made_of: tuple[_Columns, bool] | None = None
 
     @classmethod
     def of(cls, columns: Sequence[Sequence[int]], *, row_per_option: bool = False) -> Self:
-        """Lay out what :meth:`Head.columns` says of each question.
+        """Lay out what :meth:`Head.columns` says of each question. Arrays are read-only: the same may be given again.
 
         Args:
             columns: one list per question.
             row_per_option: each option that is not ``ZERO`` has a row of its own, in order; otherwise all options of a
                 question read its only row.
         """
-        counts_Q = np.array([len(x) for x in columns])
-        is_option_QO = np.arange(counts_Q.max()) < counts_Q[:, None]
-        columns_QO = np.zeros(is_option_QO.shape, np.int64)
-        columns_QO[is_option_QO] = [column for x in columns for column in x]
-        is_zero_QO = columns_QO == ZERO
-        if row_per_option:
-            has_row_QO = is_option_QO & ~is_zero_QO
-            rows_QO = np.where(has_row_QO, np.cumsum(has_row_QO).reshape(has_row_QO.shape) - 1, 0)
-            num_rows = int(has_row_QO.sum())
-        else:
-            rows_QO = np.where(is_option_QO, np.arange(len(columns))[:, None], 0)
-            num_rows = len(columns)
-        columns_QO[is_zero_QO] = 0
-        return cls(rows_QO, columns_QO, is_option_QO, is_zero_QO, num_rows)
+        made = _option_reads(tuple(map(tuple, columns)), row_per_option)
+        return made if type(made) is cls else cls(*[getattr(made, field.name) for field in fields(made)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.made_of is not None and type(self) is OptionReads:
+            return _option_reads, self.made_of
+        return Compact.__reduce__(self)
 
     def alone(self, question: int) -> OptionReads:
         """One of several questions, as if it were the only one."""
@@ -94,3 +95,30 @@ class OptionReads(Compact):
         logits_QO[self.is_zero_QO] = 0.0
         logits_QO[~self.is_option_QO] = -np.inf
         return logits_QO
+
+
+def _option_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
+    is_small = len(columns) * max(map(len, columns)) <= MOST_PLACES
+    return (_kept_reads if is_small else _new_reads)(columns, row_per_option)
+
+
+def _new_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
+    counts_Q = np.array([len(x) for x in columns])
+    is_option_QO = np.arange(counts_Q.max()) < counts_Q[:, None]
+    columns_QO = np.zeros(is_option_QO.shape, np.int64)
+    columns_QO[is_option_QO] = [column for x in columns for column in x]
+    is_zero_QO = columns_QO == ZERO
+    if row_per_option:
+        has_row_QO = is_option_QO & ~is_zero_QO
+        rows_QO = np.where(has_row_QO, np.cumsum(has_row_QO).reshape(has_row_QO.shape) - 1, 0)
+        num_rows = int(has_row_QO.sum())
+    else:
+        rows_QO = np.where(is_option_QO, np.arange(len(columns))[:, None], 0)
+        num_rows = len(columns)
+    columns_QO[is_zero_QO] = 0
+    for array in (rows_QO, columns_QO, is_option_QO, is_zero_QO):
+        array.flags.writeable = False
+    return OptionReads(rows_QO, columns_QO, is_option_QO, is_zero_QO, num_rows, (columns, row_per_option))
+
+
+_kept_reads = functools.lru_cache(MOST_KEPT)(_new_reads)

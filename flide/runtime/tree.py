@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from flide.runtime.compact import Compact
 
 MAX_DEPTH = 3  # trunk, branch, leaf
+FEW = 8  # branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class TreeLayout(Compact):
         Raises:
             ValueError: deeper than ``MAX_DEPTH`` levels, or a readout row that its node lacks.
         """
+        if tree.readouts is None and tree.children and all(map(_is_plain_leaf, tree.children)):
+            return cls._of_leaves(tree.tokens, [leaf.tokens for leaf in tree.children])
         levels: list[list[tuple[TokenTree, int, int]]] = [[] for _ in range(MAX_DEPTH)]  # node, start, parent
         reads: list[tuple[int, int, int]] = []
 
@@ -146,6 +150,37 @@ class TreeLayout(Compact):
                 np.int32,
             ),
             num_shared_tokens=isolated - ends[-1],
+        )
+
+    @classmethod
+    def _of_leaves(cls, trunk: Sequence[int], branches: Sequence[Sequence[int]]) -> TreeLayout:
+        """A tree of two levels whose branches' last rows are read, as most are: the same, with less to do for each."""
+        tokens, start, count = [trunk, *branches], len(trunk), len(branches)
+        lengths = list(map(len, tokens))
+        ends = list(itertools.accumulate(lengths))
+        total = ends[-1]
+        nodes = [ends, [0] + [1] * count, [0] + [start] * count, [-1] + [0] * count, [0] + [-1] * count]
+        rows = np.empty((3, total), np.int32)
+        if all(isinstance(x, array) and x.typecode == "i" for x in tokens):
+            rows[0] = np.frombuffer(b"".join(tokens), np.int32)  # type: ignore[arg-type]
+        else:
+            np.concatenate([np.asarray(x, np.int32) for x in tokens], out=rows[0])
+        rows[1, :start], rows[2, :start] = _numbers(start), 0
+        if count <= FEW:  # each by itself: of numpy's functions, every other one that is used has to be fetched
+            for index, (begin, end) in enumerate(itertools.pairwise(ends), 1):
+                rows[1, begin:end], rows[2, begin:end] = _numbers(start + end - begin)[start:], index
+        else:
+            rows[2] = np.repeat(_numbers(count + 1), lengths)
+            # What stands before a branch on its path, less what stands before it in the stream.
+            ahead = np.array([0] + [start - begin for begin in ends[:-1]], np.int32)
+            np.add(_numbers(total), ahead[rows[2]], out=rows[1])
+        return cls(
+            rows=rows,
+            nodes=np.array(nodes, np.int32),
+            level_rows=(0, start, total),
+            level_nodes=(0, 1, count + 1),
+            reads=np.array([[end - 1 for end in ends[1:]], [1] * count], np.int32),
+            num_shared_tokens=(count - 1) * start,
         )
 
     @classmethod
@@ -213,8 +248,17 @@ class TreeLayout(Compact):
         return len(self.level_nodes) - 1
 
 
+def _is_plain_leaf(node: TokenTree) -> bool:
+    return not node.children and node.readouts is None and len(node.tokens) > 0
+
+
 def _numbers(count: int) -> NDArray[np.int32]:
-    return np.arange(count, dtype=np.int32)
+    """0 to ``count`` - 1, read-only."""
+    return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count, dtype=np.int32)
+
+
+_NUMBERS = np.arange(1 << 16, dtype=np.int32)
+_NUMBERS.flags.writeable = False
 
 
 def prompts_of(tree: TokenTree, prefix: tuple[int, ...] = ()) -> list[list[int]]:

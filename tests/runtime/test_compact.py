@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flide.runtime.capacity import needed_by
 from flide.runtime.checkpoints.positions import Reuse
@@ -58,3 +59,17 @@ def test_logits_come_back_whatever_their_shape() -> None:
         assert_same(pickle.loads(pickle.dumps(logits)), logits)
     sliced = OptionLogits(np.arange(12, dtype=np.float64).reshape(3, 4)[:, ::2])
     assert_same(pickle.loads(pickle.dumps(sliced)), sliced)
+
+
+@pytest.mark.parametrize("per_option", [False, True])
+def test_reads_are_sent_as_what_they_were_made_of(per_option: bool) -> None:
+    columns = [[0, 1, -1]] * 3 if per_option else [[0, 1], [2], [3, -1, 1]]
+    small = OptionReads.of(columns, row_per_option=per_option)
+    large = OptionReads.of(columns * 1000, row_per_option=per_option)
+    for reads in (small, large, small.alone(0)):
+        data = pickle.dumps(reads, protocol=pickle.HIGHEST_PROTOCOL)
+        assert_same(pickle.loads(data), reads)
+    assert pickle.loads(pickle.dumps(small)) is small is OptionReads.of(columns, row_per_option=per_option)
+    assert pickle.loads(pickle.dumps(large)) is not large, "only what is small is kept"
+    with pytest.raises(ValueError, match="read-only"):
+        small.columns_QO[0, 0] = 7

@@ -124,3 +124,21 @@ def test_every_path_is_its_prompt_and_a_level_never_costs_rows(
     layout = TreeLayout.of(plan_tree(encoded))
     assert layout.num_reads == sum(counts)
     assert all(child.tokens for child in plan_tree(encoded).children)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shared=st.lists(st.integers(0, 2), max_size=3), groups=GROUPS, depth=st.sampled_from([2, 3]))
+def test_last_rows_are_rows_like_others(shared: list[int], groups: list[list[list[int]]], depth: int) -> None:
+    counts, tails = [len(group) for group in groups], [tail for group in groups for tail in group]
+    last = EncodedRequest(shared, tails, counts, counts)
+    named = EncodedRequest(shared, tails, counts, counts, rows=[(-1,)] * len(tails))
+    plain, other = plan_tree(last, depth=depth), plan_tree(named, depth=depth)
+    assert list(plain.tokens) == list(other.tokens)
+    assert plain.children == other.children
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("tails", [[], [[]], [[1], []]])
+def test_prompts_with_nothing_to_read_are_refused(tails: list[list[int]], depth: int) -> None:
+    with pytest.raises(ValueError, match="every prompt needs a row"):
+        plan_tree(EncodedRequest([1, 2], tails, [1] * len(tails), [1] * len(tails)), depth=depth)
