@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -39,6 +39,7 @@ from flide.serve.extras import extras
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.openapi import document
+from flide.serve.protocol import ON_LEAVING
 from flide.serve.turns import Turns
 
 logger = logging.getLogger("flide.serve")
@@ -93,7 +94,8 @@ class DecisionServer:
             exception_handlers={404: _no_such_route, 405: _no_such_method},
         )
         starlette.router.redirect_slashes = False  # official clients follow no redirect
-        return _Envelope(starlette, self.config)
+        direct = {route.path: route.endpoint for route in routes if route.methods == {"POST"}}
+        return _Envelope(starlette, direct, self.config)
 
     async def systemone(self, request: Request) -> Response:
         decision, headers = await self._decide(request, lambda body: parse_body(parse_json(body)))
@@ -226,19 +228,32 @@ class DecisionServer:
     @contextlib.asynccontextmanager
     async def _patience(self, request: Request) -> AsyncIterator[None]:
         """The block is cancelled where the client leaves, or where it takes too long."""
-        leaving = asyncio.ensure_future(_gone(request))
+        has_left, watching = False, None
         self._deciding += 1
         try:
             async with asyncio.timeout(self.config.request_timeout) as limit:
-                leaving.add_done_callback(lambda _: _end_now(limit))
+
+                def leave() -> None:
+                    nonlocal has_left
+                    has_left = True
+                    _end_now(limit)
+
+                if ON_LEAVING in request.scope:
+                    request.scope[ON_LEAVING] = leave
+                else:  # another server's connection, which can only be waited for
+                    watching = asyncio.ensure_future(_gone(request))
+                    watching.add_done_callback(lambda task: None if task.cancelled() else leave())
                 yield
         except TimeoutError:
-            if leaving.done():
+            if has_left:
                 raise ClientDisconnect from None
             raise faults.unavailable("The request took too long.") from None
         finally:
             self._deciding -= 1
-            leaving.cancel()
+            if watching is None:
+                request.scope[ON_LEAVING] = None
+            else:
+                watching.cancel()
 
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:
         """A handler behind its key, whose faults become responses and are counted."""
@@ -289,10 +304,17 @@ class _Json(JSONResponse):
 
 class _Envelope:
     """What every response has, whoever made it: an id; and, on this machine alone, a ``Host`` that is this machine's,
-    so that no page in a browser can ask in its user's name."""
+    so that no page in a browser can ask in its user's name.
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app = app
+    Args:
+        app: what answers.
+        direct: path -> handler of POST requests that need not go through the routing of ``app``, which takes as long
+            as reading a short one.
+        config: where it listens.
+    """
+
+    def __init__(self, app: ASGIApp, direct: Mapping[str, Handler], config: ServeConfig) -> None:
+        self._app, self._direct = app, direct
         self._bound = config.host if config.is_local else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -315,7 +337,12 @@ class _Envelope:
             fault = Fault.of(403, "permission_error", "The Host header names another machine.")
             await _refusal_at(scope["path"])(fault)(scope, receive, send_with_id)
             return
-        await self._app(scope, receive, send_with_id)
+        handler = self._direct.get(scope["path"]) if scope["method"] == "POST" and not scope.get("root_path") else None
+        if handler is None:
+            await self._app(scope, receive, send_with_id)
+            return
+        response = await handler(Request(scope, receive, send_with_id))
+        await response(scope, receive, send_with_id)
 
 
 def _is_this_machine(host: str, bound: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -15,6 +15,8 @@ from flide.serve.faults import Fault
 
 MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers; also of trailers, and of what frames a body
 MOST_UPGRADES = 8  # to other protocols, that requests ask for which come together
+# In a request's scope, for the application: what is called when the client leaves before it has its response, or None.
+ON_LEAVING = "flide.on_leaving"
 HEAD_SECONDS = 10.0  # in which a head has to be there; longer than a connection is kept that sends nothing
 
 
@@ -37,6 +39,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        if self.cycle is not None and self.cycle.disconnected:
+            leave = cast(dict[str, Any], self.cycle.scope)[ON_LEAVING]
+            if leave is not None:
+                leave()
 
     def data_received(self, data: bytes) -> None:
         self._came_to_something = False
@@ -51,6 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_again:
             self._named = 0
             super().on_message_begin()
+            cast(dict[str, Any], self.scope)[ON_LEAVING] = None
 
     def on_url(self, url: bytes) -> None:
         if not self._is_again:

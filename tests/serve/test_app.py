@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gzip
 import json
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -326,6 +329,73 @@ def test_ready_turns_red_when_the_engine_hangs(engine: Engine) -> None:
             assert responses == [503]
     finally:
         served.stop()
+
+
+@pytest.fixture
+def hanging(engine: Engine) -> Iterator[Served]:
+    """A server whose engine never answers."""
+    served = Served(engine, ServeConfig(request_timeout=60))
+    served.decisions.backend.scheduler._submit = lambda prepared: type(engine.submit(engine.prepare(BODY)))()
+    yield served
+    served.stop()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_nobody_waits_for_the_answer_of_who_has_left(hanging: Served) -> None:
+    scheduler, data = hanging.decisions.backend.scheduler, json.dumps(BODY).encode()
+    head = f"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(hanging.url.rpartition(":")[2]))) as connection:
+        connection.sendall(head.encode() + data)
+        wait_until(lambda: len(scheduler._per_key) == 1)
+        time.sleep(0.2)
+        assert len(scheduler._per_key) == 1
+    wait_until(lambda: not scheduler._per_key)
+    text = httpx.get(f"{hanging.url}/metrics").text
+    assert 'flide_rejects_total{reason="disconnected"} 1.0' in text
+
+
+def test_the_same_on_a_connection_that_can_only_be_waited_for(hanging: Served) -> None:
+    """As other servers than ours have."""
+    scheduler = hanging.decisions.backend.scheduler
+    left: list[dict[str, Any]] = []
+
+    async def ask() -> None:
+        leaving, messages = asyncio.Event(), [{"type": "http.request", "body": json.dumps(BODY).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            left.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/systemone", "root_path": "", "headers": headers}
+        asked = asyncio.create_task(hanging.decisions.app()(scope, receive, send))
+        while len(scheduler._per_key) != 1:
+            await asyncio.sleep(0.01)
+        assert not asked.done()
+        leaving.set()
+        await asyncio.wait_for(asked, 5)
+
+    asyncio.run(ask())
+    assert not scheduler._per_key
+    assert left[0]["status"] == 499
+
+
+def test_routes_under_a_root_path_are_those_of_starlette(engine: Engine) -> None:
+    with running(engine, root_path="/v1") as url, httpx.Client(base_url=url, timeout=60) as client:
+        assert client.post("/v1/systemone", json=BODY).status_code == 200
+        assert client.post("/systemone", json=BODY).status_code == 404
+        assert client.get("/v1/systemone").status_code == 405
 
 
 def test_what_load_does_to_probabilities(client: httpx.Client) -> None:
