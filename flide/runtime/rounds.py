@@ -37,6 +37,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 logger = logging.getLogger("flide.engine")
 
 UNLIMITED = 1 << 30
+NO_REUSE = Reuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class PreparedRequest:
     reads: Reads
     shared: int
     temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type
-    reuse: Reuse = Reuse()
+    reuse: Reuse = NO_REUSE
 
     @classmethod
     def encode(
@@ -84,9 +85,14 @@ class PreparedRequest:
             RequestError: the head has no column for an option, or see :meth:`DecisionFormat.encode`.
         """
         encoded = format.encode(request)
-        prepared = cls.from_encoded(request, encoded, format.reads(request, head, encoded), depth=depth, least=least)
-        reuse = Reuse.of(request, encoded, format) if checkpoints else Reuse()
-        return replace(prepared, temperature=format.temperature, reuse=reuse)
+        return cls.of(
+            request,
+            plan_tree(encoded, depth=depth, least=least),
+            encoded.num_options,
+            format.reads(request, head, encoded),
+            temperature=format.temperature,
+            reuse=Reuse.of(request, encoded, format) if checkpoints else NO_REUSE,
+        )
 
     @classmethod
     def from_encoded(
@@ -102,13 +108,21 @@ class PreparedRequest:
 
     @classmethod
     def of(
-        cls, request: DecisionRequest, tree: TokenTree, num_options: list[int], reads: Reads | None = None
+        cls,
+        request: DecisionRequest,
+        tree: TokenTree,
+        num_options: list[int],
+        reads: Reads | None = None,
+        *,
+        temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type,
+        reuse: Reuse = NO_REUSE,
     ) -> PreparedRequest:
         """``reads``: None where the options of a question have the first columns of its only row."""
         layout = TreeLayout.of(tree)
         reads = reads or OptionReads.of([range(count) for count in num_options])
         assert reads.num_rows == layout.num_reads, "every row that is read belongs to an option"
-        return cls(request, tree, num_options, layout, needed_by(layout), reads, layout.num_shared_tokens)
+        needed, shared = needed_by(layout), layout.num_shared_tokens
+        return cls(request, tree, num_options, layout, needed, reads, shared, temperature, reuse)
 
     def result(
         self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]
@@ -117,8 +131,9 @@ class PreparedRequest:
         questions, logits_QO = self.request.questions, logits.values_QO
         if not logits.are_finite(self.reads):
             return ModelOutputError("the model produced logits that are not finite")
-        divisors_Q1 = np.array([[self.temperature(question, temperatures)] for question in questions.values()])
-        logits_QO = logits_QO / divisors_Q1
+        divisors = [self.temperature(question, temperatures) for question in questions.values()]
+        if divisors.count(1.0) < len(divisors):
+            logits_QO = logits_QO / np.array(divisors)[:, None]
         weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
         answers = {
             question_id: answer_question(question, row[:count])
@@ -133,8 +148,8 @@ class PreparedRequest:
         for i, (item, branch) in enumerate(zip(self.request.questions.items(), self.tree.children, strict=True)):
             tree = TokenTree([*self.tree.tokens, *branch.tokens], readouts=branch.readouts)
             request = replace(self.request, questions=dict([item]))
-            part = PreparedRequest.of(request, tree, [self.num_options[i]], self.reads.alone(i))
-            parts.append(replace(part, temperature=self.temperature))
+            reads = self.reads.alone(i)
+            parts.append(PreparedRequest.of(request, tree, [self.num_options[i]], reads, temperature=self.temperature))
         return parts
 
 
@@ -151,8 +166,7 @@ class OptionLogits(Compact):
     reused_tokens: int = 0
 
     def are_finite(self, reads: Reads) -> bool:
-        is_option_QO = reads.is_option_QO
-        return bool(np.isfinite(self.values_QO, where=is_option_QO, out=np.ones_like(is_option_QO)).all())
+        return bool((np.isfinite(self.values_QO) | ~reads.is_option_QO).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +180,7 @@ class LogitsRequest(Compact):
     needed: StreamCapacity
     reads: Reads
     shared: int
-    reuse: Reuse = Reuse()
+    reuse: Reuse = NO_REUSE
 
     @classmethod
     def of(cls, prepared: PreparedRequest) -> LogitsRequest:

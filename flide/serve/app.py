@@ -145,7 +145,7 @@ class DecisionServer:
         wait, run = ticket.waited, ticket.ran
         self.counts.answered([answer.type for answer in decision.answers.values()], wait, run)
         timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
-        return replace(decision, model=self.names[0]), {"Server-Timing": timing}
+        return Decision(self.names[0], decision.answers, decision.usage), {"Server-Timing": timing}
 
     async def models(self, request: Request) -> Response:
         names = dict.fromkeys([*self.names, ALIAS])
