@@ -15,6 +15,8 @@ from flide.serve.config import ServeConfig
 from flide.serve.metrics import Counts, Metrics
 from flide.serve.scheduler import Scheduler, Ticket
 
+COUNTS_EVERY = 0.2  # seconds in which what happened is counted
+
 
 class Place(Protocol):
     """A request's place in the queue.
@@ -86,6 +88,7 @@ class LocalBackend:
             checkpoints=engine.checkpoint_stats,
         )
         self._unobserve: Callable[[], None] | None = None
+        self._counting: asyncio.TimerHandle | None = None
 
     @property
     def closed(self) -> bool:
@@ -93,12 +96,20 @@ class LocalBackend:
 
     async def start(self) -> None:
         self._unobserve = self.engine.observe(self.counts.round)
+        self._count()
 
     async def drain(self) -> None:
         await self.scheduler.drain()
         if self._unobserve is not None:
             self._unobserve()
             self._unobserve = None
+        if self._counting is not None:
+            self._counting.cancel()
+            self._counting = None
+
+    def _count(self) -> None:
+        self._counting = asyncio.get_running_loop().call_later(COUNTS_EVERY, self._count)
+        self.counts.catch_up()
 
     def ticket(self, prepared: Runnable, key: str) -> AbstractContextManager[Ticket]:
         return self.scheduler.ticket(prepared, key)

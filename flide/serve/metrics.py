@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -29,7 +32,8 @@ class Counts(Protocol):
 
 
 class Metrics:
-    """Counters of one server.
+    """Counters of one server. Prometheus's own take about as long as parsing a short request, and whoever counts has an
+    answer to give: so what is to be counted is kept until :meth:`catch_up`. From any thread.
 
     Args:
         waiting, waiting_tokens, running_tokens, checkpoints: what to read when asked.
@@ -43,6 +47,7 @@ class Metrics:
         running_tokens: Callable[[], float],
         checkpoints: Callable[[], CheckpointStats | None] = lambda: None,
     ) -> None:
+        self._uncounted: deque[Callable[[], None]] = deque()
         self._registry = registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -72,19 +77,43 @@ class Metrics:
         registry.register(CheckpointMetrics(checkpoints))
 
     def request(self, route: str, status: int) -> None:
-        self._answers.labels(route, str(status)).inc()
+        self._later(self._request, route, status)
 
     def reject(self, reason: str) -> None:
-        self._rejects.labels(reason).inc()
+        self._later(self._reject, reason)
 
     def answered(self, types: Sequence[str], waited: float, ran: float) -> None:
+        self._later(self._answered, types, waited, ran)
+
+    def round(self, report: RoundReport) -> None:
+        self._later(self._round, report)
+
+    def catch_up(self) -> None:
+        """Count what is to be counted."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._uncounted.popleft()()
+
+    def text(self) -> bytes:
+        self.catch_up()
+        return generate_latest(self._registry)
+
+    def _later(self, count: Callable[..., None], *arguments: Any) -> None:
+        self._uncounted.append(functools.partial(count, *arguments))
+
+    def _request(self, route: str, status: int) -> None:
+        self._answers.labels(route, str(status)).inc()
+
+    def _reject(self, reason: str) -> None:
+        self._rejects.labels(reason).inc()
+
+    def _answered(self, types: Sequence[str], waited: float, ran: float) -> None:
         for name in types:
             self._questions.labels(name).inc()
         self._wait.observe(waited)
         self._run.observe(ran)
 
-    def round(self, report: RoundReport) -> None:
-        """Count a round. From any thread."""
+    def _round(self, report: RoundReport) -> None:
         tokens = report.trunk_tokens + report.branch_tokens
         self._rounds[report.run.captured].inc()
         self._seconds.observe(report.run.seconds)
@@ -95,6 +124,3 @@ class Metrics:
         self._branch.inc(report.branch_tokens)
         self._shared.inc(report.shared_tokens)
         self._reused.inc(report.reused_tokens)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)

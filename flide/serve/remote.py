@@ -14,10 +14,10 @@ from flide.errors import ModelOutputError
 from flide.runtime.decision import Decision
 from flide.runtime.reader import RequestReader
 from flide.runtime.rounds import LogitsRequest, PreparedRequest
+from flide.serve.backend import COUNTS_EVERY
 from flide.serve.faults import Fault, unavailable
 from flide.serve.link import Link
 
-COUNTS_EVERY = 0.2  # seconds
 PATIENCE = 2.0  # seconds for a question about the engine, which its process answers at once
 
 

@@ -331,6 +331,13 @@ def test_ready_turns_red_when_the_engine_hangs(engine: Engine) -> None:
         served.stop()
 
 
+def test_what_is_to_be_counted_does_not_pile_up(client: httpx.Client, served: Served) -> None:
+    counts = served.decisions.backend.counts
+    for _ in range(3):
+        post(client, BODY)
+    wait_until(lambda: not counts._uncounted)  # although nobody reads the metrics
+
+
 @pytest.fixture
 def hanging(engine: Engine) -> Iterator[Served]:
     """A server whose engine never answers."""
