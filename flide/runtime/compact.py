@@ -35,7 +35,7 @@ class _Array(tuple[Any, ...]):
 
 @functools.cache
 def _field_names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    return tuple(field.name for field in fields(kind) if field.init)
 
 
 def _packed(value: Any) -> Any:

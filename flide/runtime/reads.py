@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -17,8 +17,8 @@ from flide.runtime.compact import Compact
 
 ZERO = -1  # in place of a column: the option's logit is 0
 # Questions often come in the same numbers, with the same numbers of options: where their options lie is kept, for so
-# many requests (Q x O places) of at most so many sizes. At most 5 MB.
-MOST_PLACES, MOST_KEPT = 1024, 128
+# many requests of at most so many places (Q x O). At most 4 MB.
+MOST_PLACES, MOST_KEPT = 512, 64
 
 _Columns = tuple[tuple[int, ...], ...]
 
@@ -54,7 +54,7 @@ class OptionReads(Compact):
         is_option_QO: which places are used.
         is_zero_QO: which options' logits are 0.
         num_rows: readout rows of all questions together.
-        made_of: the arguments of ``of`` that give the same; None where there are none.
+        made_of: the arguments of ``of`` that give this very object again; None where it is not kept.
     """
 
     rows_QO: NDArray[np.int64]
@@ -62,7 +62,7 @@ class OptionReads(Compact):
     is_option_QO: NDArray[np.bool_]
     is_zero_QO: NDArray[np.bool_]
     num_rows: int
-    made_of: tuple[_Columns, bool] | None = None
+    made_of: tuple[_Columns, bool] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, columns: Sequence[Sequence[int]], *, row_per_option: bool = False) -> Self:
@@ -73,13 +73,15 @@ class OptionReads(Compact):
             row_per_option: each option that is not ``ZERO`` has a row of its own, in order; otherwise all options of a
                 question read its only row.
         """
-        made = _option_reads(tuple(map(tuple, columns)), row_per_option)
-        return made if type(made) is cls else cls(*[getattr(made, field.name) for field in fields(made)])
+        places = len(columns) * max(1, max(map(len, columns), default=0))
+        if places <= MOST_PLACES:
+            made = _kept_reads(tuple(map(tuple, columns)), row_per_option)
+        else:
+            made = _new_reads(columns, row_per_option)
+        return made if type(made) is cls else cls(*[getattr(made, x.name) for x in fields(made) if x.init])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.made_of is not None and type(self) is OptionReads:
-            return _option_reads, self.made_of
-        return Compact.__reduce__(self)
+        return Compact.__reduce__(self) if self.made_of is None else (_kept_reads, self.made_of)
 
     def alone(self, question: int) -> OptionReads:
         """One of several questions, as if it were the only one."""
@@ -97,12 +99,14 @@ class OptionReads(Compact):
         return logits_QO
 
 
-def _option_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
-    is_small = len(columns) * max(map(len, columns)) <= MOST_PLACES
-    return (_kept_reads if is_small else _new_reads)(columns, row_per_option)
+@functools.lru_cache(MOST_KEPT)
+def _kept_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
+    made = _new_reads(columns, row_per_option)
+    object.__setattr__(made, "made_of", (columns, row_per_option))
+    return made
 
 
-def _new_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
+def _new_reads(columns: Sequence[Sequence[int]], row_per_option: bool) -> OptionReads:
     counts_Q = np.array([len(x) for x in columns])
     is_option_QO = np.arange(counts_Q.max()) < counts_Q[:, None]
     columns_QO = np.zeros(is_option_QO.shape, np.int64)
@@ -118,7 +122,4 @@ def _new_reads(columns: _Columns, row_per_option: bool) -> OptionReads:
     columns_QO[is_zero_QO] = 0
     for array in (rows_QO, columns_QO, is_option_QO, is_zero_QO):
         array.flags.writeable = False
-    return OptionReads(rows_QO, columns_QO, is_option_QO, is_zero_QO, num_rows, (columns, row_per_option))
-
-
-_kept_reads = functools.lru_cache(MOST_KEPT)(_new_reads)
+    return OptionReads(rows_QO, columns_QO, is_option_QO, is_zero_QO, num_rows)

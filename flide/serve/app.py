@@ -39,7 +39,7 @@ from flide.serve.extras import extras
 from flide.serve.faults import Fault
 from flide.serve.keys import ANYONE
 from flide.serve.openapi import document
-from flide.serve.protocol import ON_LEAVING
+from flide.serve.protocol import ON_LEAVING, OnLeaving
 from flide.serve.turns import Turns
 
 logger = logging.getLogger("flide.serve")
@@ -229,6 +229,7 @@ class DecisionServer:
     async def _patience(self, request: Request) -> AsyncIterator[None]:
         """The block is cancelled where the client leaves, or where it takes too long."""
         has_left, watching = False, None
+        leaving: OnLeaving | None = request.scope.get(ON_LEAVING)
         self._deciding += 1
         try:
             async with asyncio.timeout(self.config.request_timeout) as limit:
@@ -238,8 +239,8 @@ class DecisionServer:
                     has_left = True
                     _end_now(limit)
 
-                if ON_LEAVING in request.scope:
-                    request.scope[ON_LEAVING] = leave
+                if leaving is not None:
+                    leaving.call = leave
                 else:  # another server's connection, which can only be waited for
                     watching = asyncio.ensure_future(_gone(request))
                     watching.add_done_callback(lambda task: None if task.cancelled() else leave())
@@ -250,9 +251,9 @@ class DecisionServer:
             raise faults.unavailable("The request took too long.") from None
         finally:
             self._deciding -= 1
-            if watching is None:
-                request.scope[ON_LEAVING] = None
-            else:
+            if leaving is not None:
+                leaving.call = None
+            if watching is not None:
                 watching.cancel()
 
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
@@ -15,9 +16,21 @@ from flide.serve.faults import Fault
 
 MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers; also of trailers, and of what frames a body
 MOST_UPGRADES = 8  # to other protocols, that requests ask for which come together
-# In a request's scope, for the application: what is called when the client leaves before it has its response, or None.
-ON_LEAVING = "flide.on_leaving"
+ON_LEAVING = "flide.on_leaving"  # where a request's scope has its OnLeaving
 HEAD_SECONDS = 10.0  # in which a head has to be there; longer than a connection is kept that sends nothing
+
+
+class OnLeaving:
+    """What is called when the client leaves before it has its response. An object, so that copies of a scope share it.
+
+    Attributes:
+        call: for the application to set.
+    """
+
+    __slots__ = ("call",)
+
+    def __init__(self) -> None:
+        self.call: Callable[[], None] | None = None
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -40,9 +53,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         super().connection_lost(exc)
         if self.cycle is not None and self.cycle.disconnected:
-            leave = cast(dict[str, Any], self.cycle.scope)[ON_LEAVING]
-            if leave is not None:
-                leave()
+            leaving: OnLeaving = cast(dict[str, Any], self.cycle.scope)[ON_LEAVING]
+            if leaving.call is not None:
+                leaving.call()
 
     def data_received(self, data: bytes) -> None:
         self._came_to_something = False
@@ -57,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_again:
             self._named = 0
             super().on_message_begin()
-            cast(dict[str, Any], self.scope)[ON_LEAVING] = None
+            cast(dict[str, Any], self.scope)[ON_LEAVING] = OnLeaving()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_again:

@@ -21,6 +21,7 @@ from flide import Engine, EngineConfig, ModelOutputError
 from flide.runtime.reader import RequestReader
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
+from flide.serve.protocol import ON_LEAVING, OnLeaving
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import running
 from tests.tiny_model import tiny_engine
@@ -367,10 +368,11 @@ def test_nobody_waits_for_the_answer_of_who_has_left(hanging: Served) -> None:
     assert 'flide_rejects_total{reason="disconnected"} 1.0' in text
 
 
-def test_the_same_on_a_connection_that_can_only_be_waited_for(hanging: Served) -> None:
-    """As other servers than ours have."""
-    scheduler = hanging.decisions.backend.scheduler
-    left: list[dict[str, Any]] = []
+@pytest.mark.parametrize("tells", [False, True], ids=["can only be waited for", "tells, through copies of its scope"])
+def test_the_same_on_connections_of_other_kinds(hanging: Served, tells: bool) -> None:
+    """Another server's, and ours behind a middleware that copies."""
+    scheduler, left = hanging.decisions.backend.scheduler, OnLeaving()
+    sent: list[dict[str, Any]] = []
 
     async def ask() -> None:
         leaving, messages = asyncio.Event(), [{"type": "http.request", "body": json.dumps(BODY).encode()}]
@@ -382,20 +384,26 @@ def test_the_same_on_a_connection_that_can_only_be_waited_for(hanging: Served) -
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            left.append(message)
+            sent.append(message)
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/systemone", "root_path": "", "headers": headers}
-        asked = asyncio.create_task(hanging.decisions.app()(scope, receive, send))
+        scope |= {ON_LEAVING: left} if tells else {}
+        asked = asyncio.create_task(hanging.decisions.app()(dict(scope), receive, send))
         while len(scheduler._per_key) != 1:
             await asyncio.sleep(0.01)
         assert not asked.done()
-        leaving.set()
+        if tells:
+            assert left.call is not None
+            left.call()
+        else:
+            leaving.set()
         await asyncio.wait_for(asked, 5)
 
     asyncio.run(ask())
     assert not scheduler._per_key
-    assert left[0]["status"] == 499
+    assert sent[0]["status"] == 499
+    assert left.call is None, "nobody is left to be told"
 
 
 def test_routes_under_a_root_path_are_those_of_starlette(engine: Engine) -> None:
