@@ -21,6 +21,7 @@ from flide import Engine, EngineConfig, ModelOutputError
 from flide.runtime.reader import RequestReader
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
+from flide.serve.metrics import MOST_UNCOUNTED, Metrics
 from flide.serve.protocol import ON_LEAVING, OnLeaving
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import running
@@ -337,6 +338,14 @@ def test_what_is_to_be_counted_does_not_pile_up(client: httpx.Client, served: Se
     for _ in range(3):
         post(client, BODY)
     wait_until(lambda: not counts._uncounted)  # although nobody reads the metrics
+
+
+def test_nor_where_nobody_ever_catches_up() -> None:
+    counts = Metrics(waiting=lambda: 0, waiting_tokens=lambda: 0, running_tokens=lambda: 0)
+    for _ in range(2 * MOST_UNCOUNTED + 7):
+        counts.reject("some")
+    assert len(counts._uncounted) <= MOST_UNCOUNTED
+    assert f'flide_rejects_total{{reason="some"}} {2 * MOST_UNCOUNTED + 7:.1f}' in counts.text().decode()
 
 
 @pytest.fixture
