@@ -85,11 +85,12 @@ class PreparedRequest:
             RequestError: the head has no column for an option, or see :meth:`DecisionFormat.encode`.
         """
         encoded = format.encode(request)
-        return cls.of(
+        return cls.from_encoded(
             request,
-            plan_tree(encoded, depth=depth, least=least),
-            encoded.num_options,
+            encoded,
             format.reads(request, head, encoded),
+            depth=depth,
+            least=least,
             temperature=format.temperature,
             reuse=Reuse.of(request, encoded, format) if checkpoints else NO_REUSE,
         )
@@ -103,8 +104,11 @@ class PreparedRequest:
         *,
         depth: int = MAX_DEPTH,
         least: int = 1,
+        temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type,
+        reuse: Reuse = NO_REUSE,
     ) -> PreparedRequest:
-        return cls.of(request, plan_tree(encoded, depth=depth, least=least), encoded.num_options, reads)
+        tree = plan_tree(encoded, depth=depth, least=least)
+        return cls.of(request, tree, encoded.num_options, reads, temperature=temperature, reuse=reuse)
 
     @classmethod
     def of(
