@@ -23,6 +23,7 @@ __all__ = ["Beginning", "PrefixIds"]
 BLOCK = 512  # characters
 MOST_BLOCKS = 1 << 15  # that are kept: some 50 MB of English text
 MOST_IDS = MOST_BLOCKS * BLOCK  # in these: behind a long text without a boundary one block has the ids of all of it
+MOST_SEEN = 1 << 14  # first blocks that came
 LARGEST_SHARE = 4  # a text keeps at most one in so many of these
 
 
@@ -68,15 +69,18 @@ class PrefixIds:
 
     Args:
         cuts: safe boundaries of the tokenizer.
+        again: keep only texts whose first block came before: most never grow, and to make their blocks takes as long as
+            to look up their words.
     """
 
-    def __init__(self, cuts: Cuts) -> None:
-        self._cuts = cuts
+    def __init__(self, cuts: Cuts, *, again: bool = False) -> None:
+        self._cuts, self._again = cuts, again
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         # The last ones were used last, and of one text those that it begins with: what is behind a block goes first.
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
         self._num_ids = 0
+        self._seen: set[int] = set()  # hashes of first blocks
 
     def find(self, text: str, salt: str | None = None) -> Beginning:
         """What is known of a text to those who use a salt, and what is not."""
@@ -93,6 +97,8 @@ class PrefixIds:
                     break
                 known.append(block)
                 number, cut = block.number, block.cut
+            if self._again and not known and not self._comes_again(salt, text[:BLOCK]):
+                return Beginning(text, salt, [text], [], [])
         pieces, cuts = [], []
         for start in range(len(known) * BLOCK, end, BLOCK):
             # A boundary is seen by what follows it, which has to lie in the block, too.
@@ -135,6 +141,15 @@ class PrefixIds:
             while len(self._blocks) > MOST_BLOCKS or self._num_ids > MOST_IDS:
                 self._num_ids -= len(self._blocks.popitem(last=False)[1].ids)
         return array("i", b"".join([*(block.ids for block in known), *ids]))
+
+    def _comes_again(self, salt: str | None, first: str) -> bool:
+        """Whether a text with this first block came before."""
+        number = hash((salt, first))
+        is_known = number in self._seen
+        if not is_known and len(self._seen) >= MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(number)
+        return is_known
 
     def _add(self, block: _Block) -> _Block:
         """What is known under a block's key: another one's, where it came first."""

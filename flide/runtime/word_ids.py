@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from flide.runtime.packed_words import PackedWords
 from flide.runtime.text_cuts import ends_a_word, is_cut_by_blanks, words
 
 MOST_WORDS, MOST_CHARACTERS = 1 << 15, 1 << 20  # that are kept: some 10 MB
@@ -21,6 +22,7 @@ LONGEST = 512  # characters of one that is encoded by itself: between two words 
 # and is learnt of another text, is so small a part that no text takes twice the time of encoding it. Once so
 # many are known that it is no beginning, those of another text are only learnt that come again: most numbers do not.
 NEW_SHARE, NEW_AT_LEAST, BEGINNING = 8, 8, 1 << 13
+PACKED = 1 << 13  # characters of a piece from which on its words are looked up together
 MOST_SEEN = 1 << 16  # words that came and were not learnt, some 5 MB
 
 MOST_TEXT = 1 << 23  # bytes of texts that are kept, of their ids and of what it takes to find them
@@ -68,12 +70,17 @@ class WordIds:
         # another blank may follow.
         self._parts: dict[str, bytes] = {}
         self._behind: dict[str, bytes] = {}
+        self._packed = PackedWords()  # the latter once more
         self._characters = 0
         self._seen: set[int] = set()  # hashes of what came and was not learnt
 
     def ids(self, pieces: Sequence[str]) -> list[array[int] | None]:
         """The int32 token ids of each piece of one text; None if too little of it is known, or something in it is to
         be looked at again."""
+        if len(pieces) == 1 and len(pieces[0]) >= PACKED:
+            packed = self._look_up_packed(pieces[0])
+            if packed is not None:
+                return [packed]
         split = list(map(_at_blanks, pieces))
         found = list(map(self._look_up, split))
         if None in found:
@@ -85,6 +92,18 @@ class WordIds:
             for i in missing:
                 found[i] = self._look_up(split[i])
         return found
+
+    def _look_up_packed(self, piece: str) -> array[int] | None:
+        """As ``_look_up``, of a piece that has not been taken apart."""
+        first, blank, behind = piece.partition(" ")
+        known = self._parts.get(first) if first else b""
+        if known is None or (first and blank and not ends_a_word(first)):
+            return None
+        try:
+            ids = self._packed.ids(blank + behind, self._behind) if blank else b""
+        except UnicodeEncodeError:  # which who encodes it tells of
+            return None
+        return None if ids is None else array("i", known + ids)
 
     def _look_up(self, split: _Split | None) -> array[int] | None:
         if split is None:
@@ -117,10 +136,14 @@ class WordIds:
         ):
             self._parts.clear()
             self._behind.clear()
+            self._packed = PackedWords()
             self._characters = 0
         for is_behind, word, ids in learnt:
             assert not is_behind or ends_a_word(word), "only where blanks cut"
-            (self._behind if is_behind else self._parts)[word] = array("i", ids).tobytes()
+            packed = array("i", ids).tobytes()
+            if is_behind:
+                self._packed.add(word, packed)
+            (self._behind if is_behind else self._parts)[word] = packed
         self._characters += characters
 
     def _again(self, new: dict[tuple[bool, str], None]) -> dict[tuple[bool, str], None]:

@@ -45,8 +45,8 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ledger:
     """Remembers texts whose every character is a token of its own, and counts those that are encoded."""
 
-    def __init__(self) -> None:
-        self.known = PrefixIds(AFTER_WORDS)
+    def __init__(self, *, again: bool = False) -> None:
+        self.known = PrefixIds(AFTER_WORDS, again=again)
         self.encoded = 0
 
     def __call__(self, text: str, salt: str | None = None) -> array[int]:
@@ -108,11 +108,22 @@ def test_of_a_text_that_has_grown_only_what_is_new_is_encoded() -> None:
     assert ledger.new(edited) <= len(text) - middle + 2 * prefix_ids.BLOCK
 
 
-def test_what_another_salt_knows_is_not_known() -> None:
-    ledger = Ledger()
+def test_a_text_that_comes_once_is_not_kept_where_those_that_come_again_are() -> None:
+    ledger = Ledger(again=True)
+    text = "the order is late, and so on. " * 200
+    for more in ("", "it grows. "):
+        assert not ledger.blocks
+        assert ledger.new(text + more) == len(text + more), "its first block is all that is known"
+    assert ledger.new(text + "it grows. " * 2) <= 2 * prefix_ids.BLOCK
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_another_salt_knows_is_not_known(again: bool) -> None:
+    ledger = Ledger(again=again)
     text = "the order is late, and so on. " * 200
     for salt in ("a", None, "b"):
-        assert ledger.new(text, salt) == len(text)
+        for _ in range(1 + again):
+            assert ledger.new(text, salt) == len(text)
         assert ledger.new(text, salt) <= 2 * prefix_ids.BLOCK
 
 
@@ -121,9 +132,9 @@ def test_requests_bring_their_salt() -> None:
     assert format.tokenizer._beginnings is not None
     request = DecisionRequest("the order is late, and so on. " * 200, {"q": Noul("Is it?")})
     kept = format.tokenizer._beginnings._blocks
-    found = [format.encode(replace(request, cache_salt=salt)) for salt in ("a", None, "a")]
-    assert found[0] == found[1] == found[2]
-    assert [key[0] for key in kept if not isinstance(key[0], int)] == [None, "a"]
+    found = [format.encode(replace(request, cache_salt=salt)) for salt in ("a", None, "a", None)]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [key[0] for key in kept if not isinstance(key[0], int)] == ["a", None]
 
 
 def test_texts_that_begin_alike_share_what_is_kept() -> None:
@@ -195,7 +206,8 @@ def test_threads_share_it() -> None:
 def test_it_stays_in_its_process() -> None:
     tokenizer = PromptTokenizer(wrap(build_tokenizer()))
     before = len(pickle.dumps(tokenizer))
-    tokenizer.encode_chat("the order is late, " * 1000, ["x"])
+    for _ in range(2):
+        tokenizer.encode_chat("the order is late, " * 1000, ["x"])
     assert tokenizer._beginnings is not None
     assert tokenizer._beginnings._blocks
     data = pickle.dumps(tokenizer)
