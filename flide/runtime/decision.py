@@ -156,14 +156,14 @@ def answer_question(question: Question, probabilities: Sequence[float]) -> Answe
     total = math.fsum(probabilities)
     assert 0 < total < math.inf, "some option has a positive probability, and all are finite"
     assert min(probabilities) >= 0, "probabilities are not negative"
-    p = [float(w) / total for w in probabilities]
+    p = [w / total for w in probabilities]
 
     if isinstance(question, Choice):
-        by_name = dict(zip(question.criteria, p, strict=True))
-        # Of equally probable options the name that sorts first wins: the order on the wire must not matter.
-        best = max(p)
-        choice = min([name for name, p_i in by_name.items() if p_i == best])
-        return ChoiceAnswer(choice, by_name, _choice_confidence(best, len(p)))
+        names, best = list(question.criteria), max(p)
+        choice = names[p.index(best)]
+        if p.count(best) > 1:  # the name that sorts first wins: the order on the wire must not matter
+            choice = min(name for name, p_i in zip(names, p, strict=True) if p_i == best)
+        return ChoiceAnswer(choice, dict(zip(names, p, strict=True)), _choice_confidence(best, len(p)))
     if isinstance(question, Noul):
         return NoulAnswer(noul=p[0])
     levels = [str(i) for i in range(len(p))]

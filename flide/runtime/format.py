@@ -16,9 +16,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from flide.errors import FlideError, RequestError
+from flide.runtime.questionnaire import Asked, Questionnaire, Tails
 from flide.runtime.reads import OptionReads, Reads
 from flide.runtime.request import DecisionRequest, Noul, Question, Value
 from flide.runtime.tokenizer import PromptTokenizer
@@ -131,6 +132,9 @@ class DecisionFormat(ABC):
         Raises:
             RequestError: the head cannot answer a question.
         """
+        tails = encoded.tails
+        if isinstance(tails, Tails) and tails.reads is not None and tails.reads[:2] == (self, head):
+            return cast(Reads, tails.reads[2])
         columns, errors = [], []
         for question_id, question in request.questions.items():
             try:
@@ -142,7 +146,10 @@ class DecisionFormat(ABC):
             columns.append(found[::-1] if flipped else found)
         if errors:
             raise RequestError(errors[:MAX_ERRORS])
-        return OptionReads.of(columns, row_per_option=self.row_per_option)
+        reads = OptionReads.of(columns, row_per_option=self.row_per_option)
+        if isinstance(tails, Tails):
+            tails.reads = self, head, reads
+        return reads
 
     def temperature(self, question: Question, temperatures: Mapping[str, float]) -> float:
         """What the logits of a question are divided by, given the engine's temperatures."""
@@ -157,25 +164,35 @@ class DecisionFormat(ABC):
             RequestError: a question has more options than the format has room for or makes too long a prompt, a value
                 cannot be rendered, or text cannot be tokenized.
         """
-        shared = _rendered(self.state_text, request.state, "state")
-        tails, owners, num_options, num_prompts = [], [], [], []
-        for question_id, question in request.questions.items():
+        shared, questions = _rendered(self.state_text, request.state, "state"), request.questions
+        if not isinstance(questions, Questionnaire):
+            asked, kept = self._asked(questions), None
+        else:
+            if questions.asked is None or questions.asked[0] is not self:
+                questions.asked = self, self._asked(questions)
+            asked = questions.asked[1]
+            kept = asked.tails
+        shared_ids, tails = self.tokenizer.encode_chat(
+            shared, asked.texts, escape=self.escapes, salt=request.cache_salt, kept=kept
+        )
+        self._check_lengths(asked.owners, len(shared_ids), tails)
+        rows = None
+        if type(self).rows is not DecisionFormat.rows:
+            rows = [tuple(self.rows(questions[owner], tail)) for owner, tail in zip(asked.owners, tails, strict=True)]
+        return EncodedRequest(shared_ids, tails, asked.num_options, asked.num_prompts, rows, shared)
+
+    def _asked(self, questions: Mapping[str, Question]) -> Asked:
+        prompts, owners, num_options, num_prompts = [], [], [], []
+        for question_id, question in questions.items():
             texts, count = _rendered(self.question_texts, question, "questions", question_id)
             if count > self.max_options:
                 message = f"{count} options; at most {self.max_options} are allowed"
                 raise _refusal(place("questions", question_id), message, "too_many_options")
-            tails += texts
+            prompts += texts
             owners += [question_id] * len(texts)
             num_options.append(count)
             num_prompts.append(len(texts))
-        shared_ids, tail_ids = self.tokenizer.encode_chat(shared, tails, escape=self.escapes, salt=request.cache_salt)
-        self._check_lengths(owners, len(shared_ids), tail_ids)
-        rows = None
-        if type(self).rows is not DecisionFormat.rows:
-            rows = [
-                tuple(self.rows(request.questions[owner], tail)) for owner, tail in zip(owners, tail_ids, strict=True)
-            ]
-        return EncodedRequest(shared_ids, tail_ids, num_options, num_prompts, rows, shared)
+        return Asked(prompts, owners, num_options, num_prompts)
 
     def label_ids(self, count: int) -> list[int]:
         """Token ids of the first ``count`` labels: the output rows that a question of so many options needs.
@@ -187,7 +204,7 @@ class DecisionFormat(ABC):
 
     def _check_lengths(self, owners: Sequence[str], shared: int, tails: Sequence[Sequence[int]]) -> None:
         limit = self.max_prompt_tokens
-        if limit is None:
+        if limit is None or (isinstance(tails, Tails) and shared + tails.longest <= limit):
             return
         longest: dict[str, int] = {}
         for question_id, ids in zip(owners, tails, strict=True):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
 from flide.runtime.capacity import MAX_REQUESTS
 from flide.runtime.format import LAST_ROW, EncodedRequest
-from flide.runtime.tree import MAX_DEPTH, TokenTree, longest_common_prefix
+from flide.runtime.questionnaire import Tails
+from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout, longest_common_prefix
 
 
 class _Prompt(NamedTuple):
@@ -33,6 +35,21 @@ class _Prompt(NamedTuple):
 
     def as_leaf(self) -> TokenTree:
         return TokenTree(self.tokens, readouts=None if self.rows == LAST_ROW else self.rows)
+
+
+def plan(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> tuple[TokenTree, TreeLayout]:
+    """``plan_tree``, and its layout: of tails that another request had, too, both are only put behind the state."""
+    tails, settings = encoded.tails, (depth, least)
+    if not isinstance(tails, Tails) or encoded.rows is not None or not tails:
+        tree = plan_tree(encoded, depth=depth, least=least)
+        return tree, TreeLayout.of(tree)
+    if tails.plan is None or tails.plan[0] != settings:
+        alone = plan_tree(replace(encoded, shared=array("i")), depth=depth, least=least)
+        tails.plan = settings, alone, TreeLayout.of(alone)
+    _, alone, layout = tails.plan
+    shared = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
+    layout = layout.behind(shared)
+    return TokenTree(shared + array("i", alone.tokens), alone.children), layout
 
 
 def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> TokenTree:
@@ -57,7 +74,7 @@ def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1
     if not prompts or min(prompt.most_shared for prompt in prompts) < 0:
         raise _nothing_to_read()
     cut = _shared(prompts)
-    trunk = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
+    trunk = array("i", encoded.shared)
     trunk.extend(prompts[0].tokens[:cut])
     rest = [prompt.behind(cut) for prompt in prompts]
     if depth > 2 and max(sizes) > 1 and len(sizes) < MAX_REQUESTS:
@@ -96,4 +113,4 @@ def _shared(prompts: Sequence[_Prompt]) -> int:
     return min(cut, min(prompt.most_shared for prompt in prompts))
 
 
-__all__ = ["plan_tree"]
+__all__ = ["plan", "plan_tree"]

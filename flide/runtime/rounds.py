@@ -28,7 +28,7 @@ from flide.runtime.decision import Decision, Usage, answer_question
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.plan import RoundPlan, trunk_key
-from flide.runtime.planner import plan_tree
+from flide.runtime.planner import plan
 from flide.runtime.reads import OptionReads, Reads
 from flide.runtime.request import DecisionRequest, Question
 from flide.runtime.streams import PendingLogits, StreamRun, Streams
@@ -107,8 +107,8 @@ class PreparedRequest:
         temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type,
         reuse: Reuse = NO_REUSE,
     ) -> PreparedRequest:
-        tree = plan_tree(encoded, depth=depth, least=least)
-        return cls.of(request, tree, encoded.num_options, reads, temperature=temperature, reuse=reuse)
+        tree, layout = plan(encoded, depth=depth, least=least)
+        return cls.of(request, tree, encoded.num_options, reads, layout=layout, temperature=temperature, reuse=reuse)
 
     @classmethod
     def of(
@@ -118,11 +118,13 @@ class PreparedRequest:
         num_options: list[int],
         reads: Reads | None = None,
         *,
+        layout: TreeLayout | None = None,
         temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type,
         reuse: Reuse = NO_REUSE,
     ) -> PreparedRequest:
-        """``reads``: None where the options of a question have the first columns of its only row."""
-        layout = TreeLayout.of(tree)
+        """``reads``: None where the options of a question have the first columns of its only row. ``layout``: the
+        tree's, if it is there already."""
+        layout = layout or TreeLayout.of(tree)
         reads = reads or OptionReads.of([range(count) for count in num_options])
         assert reads.num_rows == layout.num_reads, "every row that is read belongs to an option"
         needed, shared = needed_by(layout), layout.num_shared_tokens

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
 from flide.runtime.prefix_ids import PrefixIds
+from flide.runtime.questionnaire import Seam, Tails
 from flide.runtime.text_cuts import cuts_of
 from flide.runtime.word_ids import TextIds, WordIds
 
@@ -26,6 +27,7 @@ __all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
 logger = logging.getLogger("flide.tokenizer")
 
 MAX_LABELS = 255
+MOST_SEAMS = 4  # between which ids of the same questions are kept: a format's own words mostly make one
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -82,7 +84,7 @@ class PromptTokenizer:
             logger.info("unknown pre-tokenizer: every prompt is encoded whole, which is exact but slower")
         self._words = WordIds(self._encode, self._may_be_text)
         self._texts = TextIds()
-        self._beginnings = PrefixIds(self._cuts) if self._cuts else None
+        self._beginnings = PrefixIds(self._cuts, again=True) if self._cuts else None
         self._lock = threading.Lock()
         self._labels: list[Label] | None = None
         if not self._encode(["a"])[0]:
@@ -188,7 +190,7 @@ class PromptTokenizer:
         """Encode ``shared + tail`` for every tail, and ``shared`` only once.
 
         Where this tokenizer's cuts are safe, the split between the two results depends on ``shared`` alone, and what
-        ``shared`` has in common with an earlier one is not encoded again.
+        ``shared`` has in common with two earlier ones is not encoded again.
 
         Args:
             shared, tails: texts, all of them plain.
@@ -202,9 +204,9 @@ class PromptTokenizer:
             RequestError: as ``encode_plain``.
         """
         if self._cuts and self._beginnings:
-            kept = self._cuts.last_cut(shared)
-            beginning = self._beginnings.find(shared[:kept], salt)
-            tails = [shared[kept:] + tail for tail in tails]
+            cut = self._cuts.last_cut(shared)
+            beginning = self._beginnings.find(shared[:cut], salt)
+            tails = [shared[cut:] + tail for tail in tails]
             known = {tail: found for tail in tails if (found := self._texts.get(tail, salt)) is not None}
             new = [tail for tail in dict.fromkeys(tails) if tail not in known]
             count = len(beginning.pieces)
@@ -219,7 +221,13 @@ class PromptTokenizer:
         return array("i", first[:length]), [array("i", ids[length:]) for ids in rest]
 
     def encode_chat(
-        self, shared: str, tails: Sequence[str], *, escape: bool = True, salt: str | None = None
+        self,
+        shared: str,
+        tails: Sequence[str],
+        *,
+        escape: bool = True,
+        salt: str | None = None,
+        kept: dict[Seam, Tails] | None = None,
     ) -> tuple[array[int], list[array[int]]]:
         """Like ``encode_prompts``, for whole chat prompts whose user messages are ``shared + tail``.
 
@@ -227,27 +235,39 @@ class PromptTokenizer:
             shared, tails, salt: as ``encode_prompts``.
             escape: keep what looks like a control token text. False tokenizes the rendered prompts as strings, so that
                 users' text can hold control tokens.
+            kept: ids of these very tails, and room for more of them.
 
         Returns:
             ``(shared_ids, tail_ids)``; ``[*shared_ids, *tail_ids[i]]`` is the prompt that the chat template gives.
         """
         if not escape and tails and self._holds_added_tokens(shared, tails):
             return self._encode_rendered(shared, tails)
-        frame = self.frame
+        frame, front = self.frame, ""
         if frame.strips_right:
             # What is whitespace at the end of ``shared`` is at the end of the message where the tail is blank.
-            kept = shared.rstrip()
-            tails = [(shared[len(kept) :] + tail).rstrip() for tail in tails]
-            shared = kept
+            stripped = shared.rstrip()
+            front, shared = shared[len(stripped) :], stripped
         if frame.strips_left:
             shared = shared.lstrip()
-            if not shared:
-                tails = [tail.lstrip() for tail in tails]
-        shared_ids, tail_ids = self.encode_prompts(
-            frame.head_text + shared, [tail + frame.tail_text for tail in tails], salt=salt
-        )
+        is_first = frame.strips_left and not shared  # what a tail begins with is what the message does
+        shared = frame.head_text + shared
+        head, seam = array("i", frame.head_ids), None
+        if kept is not None and self._cuts and self._beginnings and not is_first:
+            cut = self._cuts.last_cut(shared)
+            seam = front, shared[cut:], salt
+            if seam in kept:
+                beginning = self._beginnings.find(shared[:cut], salt)
+                return head + self._beginnings.keep(beginning, self._encode_pieces([beginning.pieces])), kept[seam]
+        if frame.strips_right:
+            tails = [(front + tail).rstrip() for tail in tails]
+        if is_first:
+            tails = [tail.lstrip() for tail in tails]
+        shared_ids, tail_ids = self.encode_prompts(shared, [tail + frame.tail_text for tail in tails], salt=salt)
         behind = array("i", frame.tail_ids)
-        return array("i", frame.head_ids) + shared_ids, [ids + behind for ids in tail_ids]
+        found = Tails([ids + behind for ids in tail_ids])
+        if seam is not None and kept is not None and len(kept) < MOST_SEAMS:
+            kept[seam] = found
+        return head + shared_ids, found
 
     def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:
         """Whether a message, with the plain text that the template puts next to it, holds the text of an added token.

@@ -223,6 +223,28 @@ class TreeLayout(Compact):
             reads=reads,
         )
 
+    def behind(self, front: array[int]) -> TreeLayout:
+        """The tree with more int32 tokens in front of its trunk: ``resumed`` of it gives this one again."""
+        length, (_, total) = len(front), self.rows.shape
+        rows = np.empty((3, length + total), np.int32)
+        rows[0, :length] = np.frombuffer(front, np.int32)
+        rows[1, :length], rows[2, :length] = _numbers(length), 0
+        rows[:, length:] = self.rows
+        rows[1, length:] += length
+        nodes, reads = self.nodes.copy(), self.reads.copy()
+        nodes[0] += length
+        nodes[2, 1:] += length
+        reads[0] += length
+        leaves = self.num_nodes - self.num_parents
+        return TreeLayout(
+            rows=rows,
+            nodes=nodes,
+            level_rows=(0, *(end + length for end in self.level_rows[1:])),
+            level_nodes=self.level_nodes,
+            reads=reads,
+            num_shared_tokens=self.num_shared_tokens + (leaves - 1) * length,
+        )
+
     @property
     def num_tokens(self) -> int:
         return len(self.rows[0])

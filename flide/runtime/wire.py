@@ -111,11 +111,15 @@ def check_cache_options(cache_salt: Any, checkpoint: Any, loc: tuple[str, ...], 
         problems.add((*loc, "checkpoint"), message, "int_type")
 
 
-def parse_body(body: Any) -> DecisionRequest:
+def parse_body(body: Any, *, questions: Mapping[str, Question] | None = None) -> DecisionRequest:
     """Check a decoded System One body and return it as a request that shares no mutable object with it.
 
     Tuples count as arrays, and any mapping as an object. Everything else must be of JSON's own types, exactly; of
     subclasses only those of str are taken, and turned into str. Unknown fields are ignored, but must be JSON as well.
+
+    Args:
+        body: the whole of it, or where the questions are known what else is in it.
+        questions: that were parsed before.
 
     Raises:
         RequestError: with the first ``MAX_ERRORS`` problems found.
@@ -136,7 +140,15 @@ def parse_body(body: Any) -> DecisionRequest:
     if assets is not _INVALID and assets:
         problems.add(("assets",), "Assets are not supported: only text can be read", "value_error")
 
-    questions = _require(fields, "questions", (), problems)
+    if questions is None:
+        questions = _parse_questions(_require(fields, "questions", (), problems), problems)
+    options = _parse_extras(fields.get("x_flide"), problems)
+    problems.check()
+    return DecisionRequest(state=state, questions=questions, model=model, **options)
+
+
+def _parse_questions(questions: Any, problems: _Problems) -> dict[str, Question]:
+    """The questions that are of a known kind; what they hold is right only if no problem was added."""
     parsed: dict[str, Question] = {}
     if questions is not _INVALID and not isinstance(questions, dict):
         problems.add(("questions",), _NOT_QUESTIONS, "dict_type")
@@ -147,9 +159,7 @@ def parse_body(body: Any) -> DecisionRequest:
             result = _parse_question(question, ("questions", question_id), problems)
             if result is not None:
                 parsed[question_id] = result
-    options = _parse_extras(fields.get("x_flide"), problems)
-    problems.check()
-    return DecisionRequest(state=state, questions=parsed, model=model, **options)
+    return parsed
 
 
 def _parse_question(fields: Any, loc: tuple[str, ...], problems: _Problems) -> Question | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -25,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flide.errors import RequestError
 from flide.runtime.decision import Decision, num_options
 from flide.runtime.engine import Engine
+from flide.runtime.known_bodies import KnownBodies
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.strict_json import parse_json
@@ -71,6 +73,7 @@ class DecisionServer:
         # interpreter: what takes long, encoding a long text, is spread over all cores anyway.
         readers = min(MOST_READERS, max(1, (os.cpu_count() or 2) - 1))
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="flide-read")
+        self._known = KnownBodies()
         self._turns, self._room = Turns(readers, config.max_waiting), Room(config.max_bodies_bytes)
         self._deciding = 0  # requests whose body is here
         self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
@@ -98,7 +101,8 @@ class DecisionServer:
         return _Envelope(starlette, direct, self.config)
 
     async def systemone(self, request: Request) -> Response:
-        decision, headers = await self._decide(request, lambda body: parse_body(parse_json(body)))
+        key: str = request.state.key
+        decision, headers = await self._decide(request, lambda body: self._known.parse(body, key))
         return _Json({**decision.to_dict(), **extras(decision, self.backend.reader.model_hash)}, headers=headers)
 
     async def decisions(self, request: Request) -> Response:
@@ -295,12 +299,13 @@ class DecisionServer:
 
 
 class _Json(JSONResponse):
-    """Starlette's, without a new encoder for every response."""
-
-    _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+    """Starlette's, written by orjson: numbers are most of an answer, and it writes these ten times as fast."""
 
     def render(self, content: Any) -> bytes:
-        return self._encode(content).encode()
+        try:
+            return orjson.dumps(content)
+        except orjson.JSONEncodeError:  # of integers with more than 64 bits, which levels of a score may hold
+            return super().render(content)
 
 
 class _Envelope:

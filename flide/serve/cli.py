@@ -21,7 +21,7 @@ from flide.console import (
 )
 from flide.errors import FlideError
 
-NEEDED = ("starlette", "uvicorn", "httptools", "zstandard", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "zstandard", "orjson", "prometheus_client")
 
 
 def add_parser(commands: Any) -> None:

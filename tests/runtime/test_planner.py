@@ -6,13 +6,15 @@ import itertools
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flide.heads import OpenJevHead
 from flide.runtime.format import EncodedRequest, make_format
-from flide.runtime.planner import plan_tree
+from flide.runtime.planner import plan, plan_tree
+from flide.runtime.questionnaire import Tails
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.tree import TokenTree, TreeLayout, prompts_of
@@ -142,3 +144,28 @@ def test_last_rows_are_rows_like_others(shared: list[int], groups: list[list[lis
 def test_prompts_with_nothing_to_read_are_refused(tails: list[list[int]], depth: int) -> None:
     with pytest.raises(ValueError, match="every prompt needs a row"):
         plan_tree(EncodedRequest([1, 2], tails, [1] * len(tails), [1] * len(tails)), depth=depth)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    states=st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=2, max_size=3),
+    groups=GROUPS,
+    depth=st.sampled_from([2, 3]),
+    least=st.sampled_from([1, 3]),
+)
+def test_of_tails_that_are_kept_only_the_state_is_new(
+    states: list[list[int]], groups: list[list[list[int]]], depth: int, least: int
+) -> None:
+    counts = [len(group) for group in groups]
+    kept = Tails([array("i", tail) for group in groups for tail in group])
+    for state in states:
+        encoded = EncodedRequest(array("i", state), kept, counts, counts)
+        tree, layout = plan(encoded, depth=depth, least=least)
+        assert tree == plan_tree(encoded, depth=depth, least=least)
+        expected = TreeLayout.of(tree)
+        for name in ("rows", "nodes", "reads"):
+            assert np.array_equal(getattr(layout, name), getattr(expected, name)), name
+        for name in ("level_rows", "level_nodes", "num_shared_tokens"):
+            assert getattr(layout, name) == getattr(expected, name), name
+        for name in ("rows", "nodes", "reads"):
+            assert np.array_equal(getattr(layout.resumed(len(state)), name), getattr(kept.plan[2], name)), name

@@ -57,6 +57,21 @@ def test_an_answer_is_the_engines(client: httpx.Client, engine: Engine) -> None:
     ]
 
 
+def test_the_same_questions_about_one_state_after_another(client: httpx.Client, engine: Engine) -> None:
+    for number in range(5):
+        request = body(state=f"The parcel of order {number} arrived crushed.")
+        answer = post(client, request).json()
+        (decision,) = engine.decide([request])
+        assert answer["answers"] == decision.to_dict()["answers"]
+        assert answer["usage"] == decision.usage.to_dict()
+
+
+def test_levels_come_back_as_they_were_sent(client: httpx.Client) -> None:
+    levels = [{"n": 10**40, "x": [1.5, None, True, "caf\u00e9 \u2028"]}, [-(2**64)], "plain"]
+    answer = post(client, body(questions={"s": {"type": "score", "criteria": levels}})).json()["answers"]["s"]
+    assert list(answer["legend"].values()) == levels
+
+
 def test_packed_and_chunked_bodies_have_the_same_answer(client: httpx.Client) -> None:
     plain = post(client, BODY).json()
     data = json.dumps(BODY).encode()

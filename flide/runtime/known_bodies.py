@@ -1,0 +1,134 @@
+"""System One bodies whose questions came before, byte for byte: only what is in front of them is parsed.
+
+A body is cut in front of the comma before its questions. The end of another body may stand there if that is the same
+bytes, and if what is in front, closed by a brace, is an object with members: then both are one object, whose members
+are those of the two. Where anything else is the case, the body is parsed as any other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from flide.errors import RequestError
+from flide.runtime.questionnaire import Questionnaire
+from flide.runtime.request import DecisionRequest
+from flide.runtime.strict_json import parse_json
+from flide.runtime.wire import MAX_VALUES, parse_body
+
+__all__ = ["KnownBodies"]
+
+MOST_BYTES = 32 << 20  # of what is kept, about
+LARGEST = 1 << 18  # bytes of an end that is kept
+MOST_SEEN = 1 << 14  # ends that came once
+
+_BLANKS = b" \t\r\n"
+# What is kept of an end, in bytes: it is held as bytes, as questions and in a format's words; and of each token there
+# are its id and the rows of its layout. A question and an option are a few objects each.
+_OF_A_BYTE, _OF_A_QUESTION, _OF_AN_OPTION = 6, 1000, 100
+
+_Key: TypeAlias = "tuple[str, bytes]"
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a body.
+
+    Attributes:
+        questions: in it.
+        others: its other fields.
+        size: bytes that it takes, about.
+    """
+
+    questions: Questionnaire
+    others: dict[str, Any]
+    size: int
+
+
+class KnownBodies:
+    """Parses bodies, and keeps the ends of those that come again. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[_Key, _End] = OrderedDict()
+        self._seen: set[int] = set()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def parse(self, data: bytes, owner: str) -> DecisionRequest:
+        """``parse_body(parse_json(data))``.
+
+        Args:
+            data: a body.
+            owner: what came of others is not known to this one, so that no time tells of it.
+
+        Raises:
+            RequestError: as these two.
+        """
+        # Each value takes two bytes at least: a body of so few need not be counted again, whose end is not copied.
+        cut = _cut(data) if len(data) <= MAX_VALUES else None
+        if cut is None or b'"x_flide"' in data[:cut]:  # in which there may be a salt, to which nothing is known
+            return parse_body(parse_json(data))
+        key = owner, data[cut:]
+        with self._lock:
+            end = self._known.get(key)
+            if end is not None:
+                self._known.move_to_end(key)
+        if end is not None:
+            found = _continued(data[:cut], end)
+            if found is not None:
+                return found
+        parsed = parse_json(data)
+        request = parse_body(parsed)
+        return request if end is not None else self._keep(key, parsed, request)
+
+    def _keep(self, key: _Key, parsed: Any, request: DecisionRequest) -> DecisionRequest:
+        """Keep the end of a body, if it came before."""
+        end = key[1]
+        if len(end) > LARGEST:
+            return request
+        number = hash(key)
+        with self._lock:
+            if number not in self._seen:
+                if len(self._seen) >= MOST_SEEN:
+                    self._seen.clear()
+                self._seen.add(number)
+                return request
+        try:
+            alone = parse_json(b'{"":0' + end)
+        except RequestError:  # another key "", or no end
+            return request
+        if "questions" not in alone:  # but in another object
+            return request
+        options = sum(len(question.criteria or ()) for question in request.questions.values())
+        size = _OF_A_BYTE * len(end) + _OF_A_QUESTION * len(request.questions) + _OF_AN_OPTION * options
+        questions = Questionnaire(dict(request.questions))
+        others = {name: alone[name] for name in alone if name not in ("questions", "")}
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = _End(questions, others, size + sys.getsizeof(end))
+                self._size += self._known[key].size
+            while self._size > MOST_BYTES:
+                self._size -= self._known.popitem(last=False)[1].size
+        return request
+
+
+def _cut(data: bytes) -> int | None:
+    """Where the comma stands before what looks like the questions of a body."""
+    at = data.find(b'"questions"') - 1
+    while at > 0 and data[at] in _BLANKS:
+        at -= 1
+    return at if at > 0 and data[at] == ord(",") else None
+
+
+def _continued(begin: bytes, end: _End) -> DecisionRequest | None:
+    """The request of a body with a known end; None where it is to be parsed as any other."""
+    try:
+        fields = parse_json(begin + b"}")
+        if not fields or not fields.keys().isdisjoint(("questions", "x_flide", *end.others)):
+            return None
+        return parse_body({**fields, **end.others}, questions=end.questions)
+    except RequestError:  # which tells of other places than those of the body
+        return None
