@@ -79,6 +79,11 @@ class DecisionServer:
         self._document = document(config, [*dict.fromkeys([*self.names, ALIAS])])
         self._started = datetime.now(UTC).date().isoformat()
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether a request is read or answered."""
+        return self._deciding > 0
+
     def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
@@ -295,6 +300,10 @@ class DecisionServer:
             yield
         finally:
             await self.backend.drain()
+        self.end()
+
+    def end(self) -> None:
+        """Stop the threads that read; once nothing is read any more."""
         self._readers.shutdown(cancel_futures=True)
 
 

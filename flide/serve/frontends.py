@@ -2,7 +2,7 @@
 
 Python reads and writes on one core at a time. Where that, and not the device, limits how many requests are answered,
 frontends do all that needs no model: sockets, bodies, keys, prompts, tokens, and decisions from logits. The kernel
-spreads connections over them.
+spreads connections over them, but for those that come while there is nothing to do (``direct.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from flide.runtime.reader import RequestReader
 from flide.serve.app import DecisionServer
 from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
+from flide.serve.direct import Direct
 from flide.serve.hub import Hub
 from flide.serve.remote import RemoteBackend
 from flide.serve.run import BACKLOG, SWITCH_SECONDS, Logs, bound, keep_from_collector, run_loop, run_uvicorn, share
@@ -58,14 +59,17 @@ class _Frontend:
     process: SpawnProcess
     settings: Connection
     sock: socket.socket
+    door: socket.socket
     is_up: bool = False
 
     @classmethod
     def spawn(cls, imports: Sequence[str]) -> _Frontend:
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
+        door, inside = socket.socketpair(type=socket.SOCK_SEQPACKET)  # each message is one connection
+        door.setblocking(False)
         receiving, sending = context.Pipe(duplex=False)
-        arguments = (theirs, receiving, imports)
+        arguments = (theirs, inside, receiving, imports)
         process = context.Process(target=_run_frontend, args=arguments, name="flide-frontend", daemon=True)
         # A terminal sends SIGINT to all processes: the first one ends the others. What is blocked now is so in them.
         resource_tracker.ensure_running()  # whose start would end the block
@@ -74,9 +78,9 @@ class _Frontend:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-        receiving.close()
-        return cls(process, sending, ours)
+        for end in (theirs, inside, receiving):
+            end.close()
+        return cls(process, sending, ours, door)
 
     def set_up(self) -> None:
         self.is_up = True
@@ -134,6 +138,7 @@ class Frontends:
         for frontend in self._frontends:
             frontend.settings.close()
             frontend.sock.close()
+            frontend.door.close()
             frontend.process.kill()
             frontend.process.join()
 
@@ -144,6 +149,7 @@ class _Fleet:
     def __init__(self, frontends: list[_Frontend], backend: LocalBackend, settings: _Settings) -> None:
         self._frontends, self._backend, self._settings = frontends, backend, settings
         self._hub = Hub(backend)
+        self._direct = Direct(backend, settings.config, settings.logs, frontends=len(frontends), doors=self._doors)
         self._links: set[asyncio.Task[None]] = set()
         self._ends: deque[float] = deque()  # of the last minute, in seconds on the monotonic clock
         self._code = 0
@@ -155,6 +161,7 @@ class _Fleet:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_with, 130 if number == signal.SIGINT else 0)
         await self._backend.start()
+        self._direct.start()
         for frontend in self._frontends:
             self._begin(frontend)
         deadline = time.monotonic() + START_SECONDS
@@ -170,6 +177,7 @@ class _Fleet:
         for frontend in self._frontends:
             loop.remove_reader(frontend.process.sentinel)
             frontend.process.terminate()
+        ending = asyncio.create_task(self._direct.end())
         deadline = time.monotonic() + self._settings.config.request_timeout + 2
         while any(frontend.process.is_alive() for frontend in self._frontends) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -177,9 +185,14 @@ class _Fleet:
                 break
         for frontend in self._frontends:
             frontend.process.kill()
-        await asyncio.gather(*self._links, return_exceptions=True)
+        if self._hurries:
+            self._direct.hurry()
+        await asyncio.gather(ending, *self._links, return_exceptions=True)
         await self._backend.drain()
         return self._code
+
+    def _doors(self) -> list[socket.socket]:
+        return [frontend.door for frontend in self._frontends if frontend.is_up]
 
     def _end_with(self, code: int) -> None:
         """A second time: at once."""
@@ -214,10 +227,11 @@ class _Fleet:
             return
         another = _Frontend.spawn(self._settings.imports)
         self._frontends[self._frontends.index(frontend)] = another
+        frontend.door.close()
         self._begin(another)
 
 
-def _run_frontend(sock: socket.socket, settings: Connection, imports: Sequence[str]) -> None:
+def _run_frontend(sock: socket.socket, door: socket.socket, settings: Connection, imports: Sequence[str]) -> None:
     """The process of one frontend."""
     import_modules(imports)
     try:
@@ -231,4 +245,4 @@ def _run_frontend(sock: socket.socket, settings: Connection, imports: Sequence[s
     keep_from_collector()
     with bound(given.config, shared=True) as listening:
         listening.listen(BACKLOG)
-        run_uvicorn(server.app(), given.config, given.logs, listening)
+        run_uvicorn(server.app(), given.config, given.logs, listening, door=door)

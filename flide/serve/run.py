@@ -116,10 +116,75 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def uvicorn_settings(app: ASGIApp, config: ServeConfig, log_level: str) -> uvicorn.Config:
+class Server(uvicorn.Server):
+    """uvicorn's, which takes connections that others accepted, too.
+
+    Args:
+        settings: see :func:`uvicorn_settings`.
+        signals: end on SIGTERM and SIGINT.
+        door: a socket over which another process hands connections.
+    """
+
+    def __init__(self, settings: uvicorn.Config, *, signals: bool = True, door: socket.socket | None = None) -> None:
+        super().__init__(settings)
+        self._signals, self._door = signals, door
+        self._adopting: set[asyncio.Task[None]] = set()
+
+    def adopt(self, sock: socket.socket) -> None:
+        """Serve an accepted connection."""
+        if self.should_exit:
+            sock.close()
+            return
+        sock.setblocking(False)
+        task = asyncio.get_running_loop().create_task(self._adopt(sock))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._door is not None:
+            self._door.setblocking(False)
+            asyncio.get_running_loop().add_reader(self._door.fileno(), self._at_the_door, self._door)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
+
+    async def _adopt(self, sock: socket.socket) -> None:
+        settings = self.config
+        protocol: Any = settings.http_protocol_class
+
+        def connection() -> asyncio.Protocol:
+            made: asyncio.Protocol = protocol(
+                config=settings, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(connection, sock)
+        except OSError:  # it is gone already
+            sock.close()
+
+    def _at_the_door(self, door: socket.socket) -> None:
+        try:
+            _, files, _, _ = socket.recv_fds(door, 1, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            files = []
+        if not files:  # the other process is gone
+            asyncio.get_running_loop().remove_reader(door.fileno())
+        for file in files:
+            self.adopt(socket.socket(fileno=file))
+
+
+def uvicorn_settings(
+    app: ASGIApp, config: ServeConfig, log_level: str, *, protocol: type[BoundedProtocol] = BoundedProtocol
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=protocol,
         ws="none",  # it would log addresses that were asked for
         root_path=config.root_path,
         log_config=None,
@@ -133,12 +198,14 @@ def uvicorn_settings(app: ASGIApp, config: ServeConfig, log_level: str) -> uvico
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
     """``asyncio.run`` on the loop that uvicorn takes: uvloop where there is one."""
-    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
         return runner.run(main)
 
 
-def run_uvicorn(app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, and then answer what was taken."""
+def run_uvicorn(
+    app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket, *, door: socket.socket | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT, and then answer what was taken. ``door``: see :class:`Server`."""
     # uvicorn raises the signal that ended it once more, when all is answered.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    uvicorn.Server(uvicorn_settings(app, config, logs.level)).run(sockets=[listening])
+    Server(uvicorn_settings(app, config, logs.level), door=door).run(sockets=[listening])

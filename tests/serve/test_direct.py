@@ -1,0 +1,184 @@
+"""Whose a connection is: the engine's process's while there is nothing to do, otherwise a frontend's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from flide import Engine
+from flide.serve import direct
+from flide.serve.backend import LocalBackend
+from flide.serve.config import ServeConfig
+from flide.serve.direct import MOST, Direct
+from flide.serve.run import Logs, bound, run_loop, share
+from tests.serve.conftest import BODY
+from tests.serve.test_cli import serving
+from tests.tiny_model import tiny_model_directory
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[tuple[Any, str]]:
+    with serving("--model", str(tiny_model_directory()), "--frontends", "2") as running:
+        yield running
+
+
+def connect(url: str) -> socket.socket:
+    return socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=30)
+
+
+def healthy(connection: socket.socket) -> bool:
+    connection.sendall(HEALTH)
+    return connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def is_taken_by(process: int, connections: list[socket.socket]) -> list[bool]:
+    """Of connections that were answered, whether a process has their other end."""
+    inodes = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, *rest = line.split()
+        inodes[local, remote] = rest[6]
+    held = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            held.add(os.readlink(file))
+        except FileNotFoundError:
+            continue
+    ends = [(end(x.getpeername()), end(x.getsockname())) for x in connections]
+    return [f"socket:[{inodes[pair]}]" in held for pair in ends]
+
+
+def end(address: tuple[str, int]) -> str:
+    return f"{int.from_bytes(socket.inet_aton(address[0]), 'little'):08X}:{address[1]:04X}"
+
+
+def become_quiet() -> None:
+    time.sleep(0.3)
+
+
+def test_who_asks_alone_is_answered_by_the_engine_s_process(fleet: tuple[Any, str]) -> None:
+    process, url = fleet
+    for _ in range(5):
+        become_quiet()
+        with connect(url) as one:
+            assert healthy(one)
+            assert is_taken_by(process.pid, [one]) == [True]
+
+
+def test_of_many_that_come_at_once_it_takes_few(fleet: tuple[Any, str]) -> None:
+    process, url = fleet
+    become_quiet()
+    many = [connect(url) for _ in range(100)]
+    assert all(map(healthy, many))
+    assert 1 <= sum(is_taken_by(process.pid, many)) <= MOST
+    for connection in many:
+        connection.close()
+
+
+def test_idle_connections_do_not_add_up(fleet: tuple[Any, str]) -> None:
+    process, url = fleet
+    kept = []
+    for _ in range(MOST + 4):
+        become_quiet()
+        kept.append(connect(url))
+        assert healthy(kept[-1])
+    assert is_taken_by(process.pid, kept) == [True] * MOST + [False] * 4
+    for connection in kept:
+        connection.close()
+    become_quiet()
+    with connect(url) as one:
+        assert healthy(one)
+        assert is_taken_by(process.pid, [one]) == [True]
+
+
+def test_while_a_request_runs_all_others_are_the_frontends(fleet: tuple[Any, str]) -> None:
+    process, url = fleet
+    long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(400)}}
+    become_quiet()
+    with httpx.Client(timeout=60) as asking:
+        request = asking.build_request("POST", f"{url}/v1/systemone", json=long)
+        data = request.read()
+        with connect(url) as first:
+            head = f"POST /v1/systemone HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+            first.sendall(head.encode() + data)
+            time.sleep(0.05)
+            others = [connect(url) for _ in range(8)]
+            assert all(map(healthy, others))
+            assert first.recv(4096).startswith(b"HTTP/1.1 200")
+            assert is_taken_by(process.pid, [first, *others]) == [True] + [False] * 8
+            for connection in others:
+                connection.close()
+
+
+class Doors:
+    """Frontends that a test plays, of a server in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.reserved = bound(ServeConfig(port=0))
+        share(self.reserved)
+        self.config = ServeConfig(port=self.reserved.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.config.port}"
+        self.backend = LocalBackend(engine, self.config)
+        self.doors: list[socket.socket] = []
+        self.direct = Direct(self.backend, self.config, Logs("error", "text"), frontends=1, doors=lambda: self.doors)
+
+    async def __aenter__(self) -> Doors:
+        await self.backend.start()
+        self.direct.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.direct.end()
+        await self.backend.drain()
+        self.reserved.close()
+
+
+def test_where_no_frontend_takes_a_connection_it_is_the_engine_s(engine: Engine) -> None:
+    async def test() -> None:
+        async with Doors(engine) as played:
+            gone, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            other.close()
+            full, unread = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            full.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    full.send(b"x" * 1000)
+            for doors in ([], [gone], [gone, full]):
+                played.doors = doors
+                answers = await asyncio.gather(
+                    *(asyncio.to_thread(httpx.get, f"{played.url}/health") for _ in range(9))
+                )
+                assert [answer.status_code for answer in answers] == [200] * 9
+            for sock in (gone, full, unread):
+                sock.close()
+
+    run_loop(test())
+
+
+def test_a_kernel_that_cannot_choose_leaves_all_to_the_frontends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(sock: socket.socket, program: bytes) -> None:
+        raise OSError(92, "Protocol not available")
+
+    monkeypatch.setattr(direct, "_attach", refuse)
+    caplog.set_level("INFO", "flide.serve")
+
+    async def test() -> None:
+        async with Doors(engine) as played:
+            with pytest.raises(ConnectionRefusedError):
+                connect(played.url)
+
+    run_loop(test())
+    assert "takes no connections" in caplog.text
