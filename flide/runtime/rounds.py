@@ -137,9 +137,10 @@ class PreparedRequest:
         questions, logits_QO = self.request.questions, logits.values_QO
         if not logits.are_finite(self.reads):
             return ModelOutputError("the model produced logits that are not finite")
-        divisors = [self.temperature(question, temperatures) for question in questions.values()]
-        if divisors.count(1.0) < len(divisors):
-            logits_QO = logits_QO / np.array(divisors)[:, None]
+        if temperatures or self.temperature is not temperature_of_type:
+            divisors = [self.temperature(question, temperatures) for question in questions.values()]
+            if divisors.count(1.0) < len(divisors):
+                logits_QO = logits_QO / np.array(divisors)[:, None]
         weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
         answers = {
             question_id: answer_question(question, row[:count])

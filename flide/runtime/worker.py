@@ -1,5 +1,6 @@
 """The engine thread: the only one that runs the model. It takes what waits, up to a round, and never waits for more.
-While one round runs on the device it starts the next.
+While one round runs on the device it starts the next: of those who ask again as soon as they are answered each should
+have its half.
 
 Nothing here takes a lock of its own: submitting and closing are single puts into a queue that is safe even inside a
 signal handler or a finalizer.
@@ -24,6 +25,8 @@ from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import PendingRound, RoundRunner, Runnable
 
 logger = logging.getLogger("flide.engine")
+
+ENOUGH = 8192  # rows of a round from which on more of them make none cheaper
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
 def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None) -> _Round | None:
     """Start the next round, then finish the one before it (first, where starting may take long: nothing was captured
     for the next)."""
-    batch, plan = _next_round(waiting, runner)
+    batch, plan = _next_round(waiting, runner, 0 if running is None else len(running))
     if running is not None and batch and not plan.fits:
         running.finish()
         running = None
@@ -152,11 +155,15 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], runner: RoundRunner, *, w
     return True
 
 
-def _next_round(waiting: deque[Job], runner: RoundRunner) -> tuple[list[Job], RoundPlan]:
-    """The next jobs that share a round, without those that were cancelled."""
+def _next_round(waiting: deque[Job], runner: RoundRunner, running: int = 0) -> tuple[list[Job], RoundPlan]:
+    """The next jobs that share a round, without those that were cancelled: while others run, and where it makes none of
+    them dearer, at most half of all, so that the device has the other half when these are answered."""
     batch: list[Job] = []
     plan = runner.plan()
+    half = (len(waiting) + running + 1) // 2 if running else len(waiting)
     while waiting:
+        if len(batch) >= half and plan.needed.tokens >= ENOUGH:
+            break
         try:
             if not plan.add(waiting[0].prepared):
                 break
@@ -183,6 +190,9 @@ class _Round:
             self._outcome = begin()
         except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
             self._outcome = error
+
+    def __len__(self) -> int:
+        return len(self._batch)
 
     def finish(self) -> None:
         """Wait for the answers and deliver them."""

@@ -15,7 +15,7 @@ import pytest
 from flide.runtime import StreamCapacity
 from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import RoundRunner
-from flide.runtime.worker import Job, Worker
+from flide.runtime.worker import ENOUGH, Job, Worker
 
 TIMEOUT = 20
 
@@ -333,6 +333,27 @@ def test_a_round_is_started_while_the_one_before_it_runs(gate: Gate) -> None:
         ("finish", "c", "d"),
     ]
     worker.close()
+
+
+def test_while_a_round_runs_the_next_one_is_half_of_all(gate: Gate) -> None:
+    """Of large requests: of small ones a round takes all there are."""
+    runner = Runner(before=gate)
+    runner.starts_ahead, runner.max_requests = True, 1000
+    for rows, first, rest in ((ENOUGH // 8, 16, 32), (1, 16, 48)):
+        runner.rounds.clear()
+        gate.entered.clear()
+        gate.opened.clear()
+        worker = start(runner, max_tokens=100 * ENOUGH)
+        early, late = jobs_of(*range(16), num_tokens=rows), jobs_of(*range(48), num_tokens=rows)
+        worker.submit(early)
+        assert gate.entered.wait(TIMEOUT)
+        worker.submit(late)
+        gate.opened.set()
+        for job in [*early, *late]:
+            job.future.result(TIMEOUT)
+        worker.close()
+        assert list(map(len, runner.rounds))[:2] == [first, rest]
+        assert sum(map(len, runner.rounds)) == 64
 
 
 def test_rounds_keep_within_every_limit(gate: Gate) -> None:
