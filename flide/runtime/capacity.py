@@ -9,8 +9,9 @@ from flide.runtime.metadata import PAGE_SIZE, StreamCapacity, num_pages
 from flide.runtime.tree import TokenTree, TreeLayout
 
 # Each step of the ladder is at most this much larger than the one before, or by ALIGN rows: padding costs its share of
-# every product. A graph costs about 5 MB and 30 ms when the engine starts.
-STEP = 1.025
+# every product. A graph costs about 5 MB and 30 ms when the engine starts. Rounds of more than HUGE rows are there for
+# throughput, of which half a percent is worth that.
+STEP, HUGE_STEP, HUGE = 1.025, 1.0125, 16_384
 ALIGN = 32
 SMALLEST = 64
 # Segments, and readout rows, a capacity may hold: few for a question or two, some, and T / MANY for many short ones.
@@ -46,8 +47,10 @@ def capacity_ladder(max_tokens: int, *, depth: int = 2, cached_pages: int = 0) -
         raise ValueError(f"the largest capacity must be a multiple of {ALIGN} of at least {SMALLEST}, got {max_tokens}")
     sizes = [SMALLEST]
     while sizes[-1] < max_tokens:
-        align = ALIGN if sizes[-1] < 2 * LARGE else 2 * ALIGN
-        sizes.append(min(max_tokens, max(sizes[-1] + align, int(sizes[-1] * STEP) // align * align)))
+        last = sizes[-1]
+        align = ALIGN if last < 2 * LARGE else 2 * ALIGN
+        step = STEP if last < HUGE else HUGE_STEP
+        sizes.append(min(max_tokens, max(last + align, int(last * step) // align * align)))
     return tuple(
         StreamCapacity(
             tokens, rows, rows, pages=tokens // PAGE_SIZE + min(rows, MAX_REQUESTS) + cached_pages, depth=levels

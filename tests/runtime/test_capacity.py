@@ -30,6 +30,15 @@ def test_the_ladder_rises_to_its_end() -> None:
         assert classes == ([16, 128] if tokens <= 1024 else [128] if tokens < 2048 else [128, tokens // 8])
 
 
+def test_rounds_that_are_there_for_throughput_are_padded_little() -> None:
+    sizes = sorted({capacity.tokens for capacity in capacity_ladder(40_000)})
+    assert sizes[-1] == 40_000
+    assert [size for size in sizes if size < 16_384] == sorted({capacity.tokens for capacity in LADDER})[:-1]
+    huge = [size for size in sizes if size >= 16_384]
+    assert all(b <= 1.0125 * a for a, b in itertools.pairwise(huge))
+    assert len(huge) < 90
+
+
 def test_three_levels_add_capacities_and_take_none_from_two() -> None:
     deep = capacity_ladder(16_384, depth=3)
     assert tuple(capacity for capacity in deep if capacity.depth == 2) == LADDER

@@ -64,7 +64,7 @@ def end(address: tuple[str, int]) -> str:
 
 
 def become_quiet() -> None:
-    time.sleep(0.3)
+    time.sleep(0.1)
 
 
 def test_who_asks_alone_is_answered_by_the_engine_s_process(fleet: tuple[Any, str]) -> None:
