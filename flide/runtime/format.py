@@ -132,11 +132,12 @@ class DecisionFormat(ABC):
         Raises:
             RequestError: the head cannot answer a question.
         """
-        tails = encoded.tails
-        if isinstance(tails, Tails) and tails.reads is not None and tails.reads[:2] == (self, head):
-            return cast(Reads, tails.reads[2])
+        tails, questions = encoded.tails, request.questions
+        known = tails.reads if isinstance(tails, Tails) else None
+        if known is not None and known[0] is self and known[1] is head and known[2] is questions:
+            return cast(Reads, known[3])
         columns, errors = [], []
-        for question_id, question in request.questions.items():
+        for question_id, question in questions.items():
             try:
                 found = head.columns(question)
             except ValueError as error:
@@ -147,8 +148,8 @@ class DecisionFormat(ABC):
         if errors:
             raise RequestError(errors[:MAX_ERRORS])
         reads = OptionReads.of(columns, row_per_option=self.row_per_option)
-        if isinstance(tails, Tails):
-            tails.reads = self, head, reads
+        if isinstance(tails, Tails) and isinstance(questions, Questionnaire):
+            tails.reads = self, head, questions, reads
         return reads
 
     def temperature(self, question: Question, temperatures: Mapping[str, float]) -> float:
@@ -165,17 +166,15 @@ class DecisionFormat(ABC):
                 cannot be rendered, or text cannot be tokenized.
         """
         shared, questions = _rendered(self.state_text, request.state, "state"), request.questions
-        if not isinstance(questions, Questionnaire):
-            asked, kept = self._asked(questions), None
-        else:
-            if questions.asked is None or questions.asked[0] is not self:
-                questions.asked = self, self._asked(questions)
-            asked = questions.asked[1]
-            kept = asked.tails
+        known = questions.asked if isinstance(questions, Questionnaire) else None
+        asked = known[1] if known is not None and known[0] is self else self._asked(questions)
+        kept = asked.tails if isinstance(questions, Questionnaire) else None
         shared_ids, tails = self.tokenizer.encode_chat(
             shared, asked.texts, escape=self.escapes, salt=request.cache_salt, kept=kept
         )
         self._check_lengths(asked.owners, len(shared_ids), tails)
+        if isinstance(questions, Questionnaire) and isinstance(tails, Tails):
+            questions.keep(self, asked, tails)
         rows = None
         if type(self).rows is not DecisionFormat.rows:
             rows = [tuple(self.rows(questions[owner], tail)) for owner, tail in zip(asked.owners, tails, strict=True)]

@@ -7,9 +7,11 @@ are those of the two. Where anything else is the case, the body is parsed as any
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,26 +23,25 @@ from flide.runtime.wire import MAX_VALUES, parse_body
 
 __all__ = ["KnownBodies"]
 
-MOST_BYTES = 32 << 20  # of what is kept, about
+MOST_BYTES = 32 << 20  # of what is kept
 LARGEST = 1 << 18  # bytes of an end that is kept
+LARGEST_SHARE = 8  # one end and what is made of it may take one in so many of the bytes
 MOST_SEEN = 1 << 14  # ends that came once
 
 _BLANKS = b" \t\r\n"
-# What is kept of an end, in bytes: it is held as bytes, as questions and in a format's words; and of each token there
-# are its id and the rows of its layout. A question and an option are a few objects each.
-_OF_A_BYTE, _OF_A_QUESTION, _OF_AN_OPTION = 6, 1000, 100
+_ENTRY = 1000  # bytes that an end takes beside what is in it
 
 _Key: TypeAlias = "tuple[str, bytes]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _End:
     """The end of a body.
 
     Attributes:
         questions: in it.
         others: its other fields.
-        size: bytes that it takes, about.
+        size: bytes that it takes, with what was made of it.
     """
 
     questions: Questionnaire
@@ -102,17 +103,43 @@ class KnownBodies:
             return request
         if "questions" not in alone:  # but in another object
             return request
-        options = sum(len(question.criteria or ()) for question in request.questions.values())
-        size = _OF_A_BYTE * len(end) + _OF_A_QUESTION * len(request.questions) + _OF_AN_OPTION * options
-        questions = Questionnaire(dict(request.questions))
+        questions = Questionnaire(dict(request.questions), functools.partial(self._grow, key))
         others = {name: alone[name] for name in alone if name not in ("questions", "")}
+        parts = [[question.instructions, question.criteria] for question in request.questions.values()]
+        size = _ENTRY + sys.getsizeof(end) + _size_of([alone["questions"].keys(), parts, others])
         with self._lock:
             if key not in self._known:
-                self._known[key] = _End(questions, others, size + sys.getsizeof(end))
-                self._size += self._known[key].size
+                self._known[key] = _End(questions, others, 0)
+        if not self._grow(key, size):
+            with self._lock:
+                self._known.pop(key, None)
+        return request
+
+    def _grow(self, key: _Key, size: int) -> bool:
+        """Make room for more bytes of an end; False if it may not have so many."""
+        with self._lock:
+            end = self._known.get(key)
+            if end is None or end.size + size > MOST_BYTES // LARGEST_SHARE:
+                return False
+            end.size += size
+            self._size += size
+            self._known.move_to_end(key)
             while self._size > MOST_BYTES:
                 self._size -= self._known.popitem(last=False)[1].size
-        return request
+        return True
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a value of plain JSON types, and of all that is in it."""
+    size, todo = 0, [value]
+    while todo:
+        value = todo.pop()
+        size += sys.getsizeof(value)
+        if isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        elif not isinstance(value, str) and isinstance(value, Iterable):
+            todo += value
+    return size
 
 
 def _cut(data: bytes) -> int | None:

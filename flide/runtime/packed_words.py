@@ -93,7 +93,7 @@ class PackedWords:
         counts_W = self._counts_E.take(entries_W)
         counts_W[places] = 1  # kept free for what is given
         starts_W = self._begins_E.take(entries_W)
-        if len(counts_W) < counts_W.sum():
+        if (counts_W != 1).any():
             # Each id of a word is as far from the word's first one in the table as it is in the text.
             firsts_W = np.cumsum(counts_W) - counts_W
             starts_W = np.repeat(starts_W - firsts_W, counts_W)

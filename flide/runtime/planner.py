@@ -43,10 +43,11 @@ def plan(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> 
     if not isinstance(tails, Tails) or encoded.rows is not None or not tails:
         tree = plan_tree(encoded, depth=depth, least=least)
         return tree, TreeLayout.of(tree)
-    if tails.plan is None or tails.plan[0] != settings:
+    known = tails.plan
+    if known is None or known[0] != settings:
         alone = plan_tree(replace(encoded, shared=array("i")), depth=depth, least=least)
-        tails.plan = settings, alone, TreeLayout.of(alone)
-    _, alone, layout = tails.plan
+        tails.plan = known = settings, alone, TreeLayout.of(alone)
+    _, alone, layout = known
     shared = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
     layout = layout.behind(shared)
     return TokenTree(shared + array("i", alone.tokens), alone.children), layout

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from flide.errors import CheckpointError, RequestError
 from flide.runtime.chat_frame import NEIGHBOURS, ChatFrame
 from flide.runtime.prefix_ids import PrefixIds
-from flide.runtime.questionnaire import Seam, Tails
+from flide.runtime.questionnaire import LONGEST_SEAM, Seam, Tails
 from flide.runtime.text_cuts import cuts_of
 from flide.runtime.word_ids import TextIds, WordIds
 
@@ -27,7 +27,6 @@ __all__ = ["MAX_LABELS", "Label", "PromptTokenizer"]
 logger = logging.getLogger("flide.tokenizer")
 
 MAX_LABELS = 255
-MOST_SEAMS = 4  # between which ids of the same questions are kept: a format's own words mostly make one
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -235,7 +234,7 @@ class PromptTokenizer:
             shared, tails, salt: as ``encode_prompts``.
             escape: keep what looks like a control token text. False tokenizes the rendered prompts as strings, so that
                 users' text can hold control tokens.
-            kept: ids of these very tails, and room for more of them.
+            kept: ids of these very tails, by what they are behind.
 
         Returns:
             ``(shared_ids, tail_ids)``; ``[*shared_ids, *tail_ids[i]]`` is the prompt that the chat template gives.
@@ -251,10 +250,12 @@ class PromptTokenizer:
             shared = shared.lstrip()
         is_first = frame.strips_left and not shared  # what a tail begins with is what the message does
         shared = frame.head_text + shared
-        head, seam = array("i", frame.head_ids), None
+        head = array("i", frame.head_ids)
+        seam: Seam | None = None
         if kept is not None and self._cuts and self._beginnings and not is_first:
             cut = self._cuts.last_cut(shared)
-            seam = front, shared[cut:], salt
+            if len(front) + len(shared) - cut <= LONGEST_SEAM:
+                seam = front, shared[cut:], salt
             if seam in kept:
                 beginning = self._beginnings.find(shared[:cut], salt)
                 return head + self._beginnings.keep(beginning, self._encode_pieces([beginning.pieces])), kept[seam]
@@ -264,10 +265,7 @@ class PromptTokenizer:
             tails = [tail.lstrip() for tail in tails]
         shared_ids, tail_ids = self.encode_prompts(shared, [tail + frame.tail_text for tail in tails], salt=salt)
         behind = array("i", frame.tail_ids)
-        found = Tails([ids + behind for ids in tail_ids])
-        if seam is not None and kept is not None and len(kept) < MOST_SEAMS:
-            kept[seam] = found
-        return head + shared_ids, found
+        return head + shared_ids, Tails([ids + behind for ids in tail_ids], seam)
 
     def _holds_added_tokens(self, shared: str, tails: Sequence[str]) -> bool:
         """Whether a message, with the plain text that the template puts next to it, holds the text of an added token.

@@ -93,21 +93,22 @@ class Direct:
         self._decisions.end()
 
     def hurry(self) -> None:
-        """Do not wait for what was taken."""
+        """Do not wait for what was taken: nobody is answered any more."""
         self._server.should_exit = self._server.force_exit = True
+        for task in self._server.server_state.tasks:
+            task.cancel()
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, _ = await loop.sock_accept(listening)
+                if self._is_quiet() or not self._hand_over(sock):
+                    self._server.adopt(sock)
+                    self._stir()
             except OSError as error:  # of a connection that is gone, or of too many open files
                 logger.warning("a connection was not accepted: %s", error)
                 await asyncio.sleep(FULL)
-                continue
-            if self._is_quiet() or not self._hand_over(sock):
-                self._stir()
-                self._server.adopt(sock)
 
     def _is_quiet(self) -> bool:
         scheduler = self._backend.scheduler

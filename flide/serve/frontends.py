@@ -185,8 +185,6 @@ class _Fleet:
                 break
         for frontend in self._frontends:
             frontend.process.kill()
-        if self._hurries:
-            self._direct.hurry()
         await asyncio.gather(ending, *self._links, return_exceptions=True)
         await self._backend.drain()
         return self._code
@@ -199,6 +197,8 @@ class _Fleet:
         self._hurries = self._stop.is_set()
         self._code = code
         self._stop.set()
+        if self._hurries:
+            self._direct.hurry()
 
     def _begin(self, frontend: _Frontend) -> None:
         asyncio.get_running_loop().add_reader(frontend.process.sentinel, self._has_ended, frontend)
@@ -228,6 +228,8 @@ class _Fleet:
         another = _Frontend.spawn(self._settings.imports)
         self._frontends[self._frontends.index(frontend)] = another
         frontend.door.close()
+        frontend.settings.close()
+        frontend.process.close()
         self._begin(another)
 
 

@@ -24,6 +24,8 @@ from flide.errors import FlideError
 from flide.serve.config import ServeConfig
 from flide.serve.protocol import BoundedProtocol
 
+logger = logging.getLogger("flide.serve")
+
 BACKLOG = 2048  # connections that wait to be accepted
 Result = TypeVar("Result")
 END_SECONDS = 30.0  # for the round that runs when all is answered
@@ -132,9 +134,6 @@ class Server(uvicorn.Server):
 
     def adopt(self, sock: socket.socket) -> None:
         """Serve an accepted connection."""
-        if self.should_exit:
-            sock.close()
-            return
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._adopt(sock))
         self._adopting.add(task)
@@ -145,6 +144,14 @@ class Server(uvicorn.Server):
         if self._door is not None:
             self._door.setblocking(False)
             asyncio.get_running_loop().add_reader(self._door.fileno(), self._at_the_door, self._door)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._door is not None:
+            self._at_the_door(self._door)
+            self._close_the_door()  # which the other process sees
+        if self._adopting:
+            await asyncio.wait(self._adopting)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -167,16 +174,27 @@ class Server(uvicorn.Server):
             sock.close()
 
     def _at_the_door(self, door: socket.socket) -> None:
-        try:
-            _, files, _, _ = socket.recv_fds(door, 1, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            files = []
-        if not files:  # the other process is gone
-            asyncio.get_running_loop().remove_reader(door.fileno())
-        for file in files:
-            self.adopt(socket.socket(fileno=file))
+        """Take all connections that are there."""
+        while True:
+            try:
+                message, files, _, _ = socket.recv_fds(door, 1, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, files = b"", []
+            if not message:  # the other process is gone
+                self._close_the_door()
+                return
+            if not files:
+                logger.warning("a connection is lost: this process may open no more files")
+            for file in files:
+                self.adopt(socket.socket(fileno=file))
+
+    def _close_the_door(self) -> None:
+        if self._door is not None:
+            asyncio.get_running_loop().remove_reader(self._door.fileno())
+            self._door.close()
+            self._door = None
 
 
 def uvicorn_settings(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import random
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -241,10 +244,8 @@ def test_known_questions_are_prepared_as_any(tok: PromptTokenizer, depth: int, s
             for name in ("rows_QO", "columns_QO", "is_option_QO", "is_zero_QO"):
                 np.testing.assert_array_equal(getattr(found.reads, name), getattr(expected.reads, name))
         assert isinstance(request.questions, Questionnaire)
-        assert request.questions.asked is not None
-        (kept_for, asked) = request.questions.asked
-        assert kept_for is format
-        assert asked.tails or salt is None, "something was kept"
+        assert request.questions.asked is not None, "something was kept"
+        assert request.questions.asked[0] is format
 
 
 def test_another_format_and_head_make_their_own_of_the_same_questions(tok: PromptTokenizer) -> None:
@@ -290,3 +291,70 @@ def test_threads_share_it(tok: PromptTokenizer) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class StateLast(ChatFormat):
+    """Its words end with the state, so that a state may have no safe boundary before the questions."""
+
+    def state_text(self, state: Any) -> str:
+        return f"State: {state}"
+
+
+MANY = dict.fromkeys(map(str, range(255)))
+HEAVY: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "tiny": ({f"q{i}": {"type": "noul"} for i in range(300)}, ["s"]),
+    "options": (
+        {f"q{i}": {"type": "choice", "criteria": MANY} for i in range(4)},
+        ["s"],
+    ),
+    "repeated instructions": (
+        {"q": {"type": "choice", "instructions": "so " * 600, "criteria": MANY}},
+        ["s"],
+    ),
+    "wide characters": (
+        {f"q{i}": {"type": "noul", "instructions": "x" * 2000 + "\U0001f600"} for i in range(9)},
+        ["s"],
+    ),
+    "wide ids": ({f"{i} \U0001f600" * 20: {"type": "noul"} for i in range(200)}, ["s"]),
+    "structured": (
+        {"q": {"type": "score", "criteria": [{"a": [[], {}, 0]}] * 9, "instructions": [[{}]] * 900}},
+        ["s"],
+    ),
+    "no boundary": ({f"q{i}": {"type": "noul"} for i in range(32)}, ["\u0e01" * (9000 + i) for i in range(4)]),
+}
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_what_is_counted_is_what_it_takes(tok: PromptTokenizer, kind: str) -> None:
+    questions, states = HEAVY[kind]
+    for format in [*formats(tok), StateLast(tok), StateLast(tok, max_prompt_tokens=20)]:
+        known, head = KnownBodies(), head_of(format)
+
+        def ask(*states: str, known: KnownBodies = known, format: DecisionFormat = format, head: Head = head) -> None:
+            for state in states:
+                with contextlib.suppress(RequestError):
+                    PreparedRequest.encode(known.parse(body(state, questions=questions), ""), format, head)
+
+        ask("a", *states)  # the words are learnt
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            ask("b", "c", *states, *states)
+            gc.collect()
+            taken = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert known._known
+        assert taken <= 1.5 * known._size + 300_000, type(format)  # of which some is the tokenizer's
+
+
+def test_what_is_too_large_is_made_for_every_request(tok: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_bodies, "MOST_BYTES", 80_000)
+    known, format = KnownBodies(), ChatFormat(tok)
+    asked = {f"q{i}": {"type": "noul", "instructions": f"Is it {i}?"} for i in range(10)}
+    for state in "abcde":
+        request = known.parse(body(state, questions=asked), "")
+        assert format.encode(request) == format.encode(parse_body(parse_json(body(state, questions=asked))))
+    assert isinstance(request.questions, Questionnaire)
+    assert request.questions.asked is None
+    assert known._size <= 10_000

@@ -23,6 +23,16 @@ def ids_of(word: str) -> bytes:
     return array("i", range(1, 2 + len(word) % 4)).tobytes()
 
 
+def test_a_word_may_have_no_ids() -> None:
+    packed = PackedWords()
+    packed.add("a", array("i", [5, 6]).tobytes())
+    packed.add("b", b"")
+    for text, ids in ((" a b", [5, 6]), (" b", []), (" b b a", [5, 6]), (" b long_long_long_long", [7])):
+        found = packed.ids(text, {"long_long_long_long": array("i", [7]).tobytes()})
+        assert found is not None
+        assert array("i", found).tolist() == ids
+
+
 @QUICK
 @given(known=st.lists(WORDS, max_size=60), text=st.lists(WORDS, min_size=1, max_size=80), others=st.booleans())
 def test_ids_are_those_of_the_words(known: list[str], text: list[str], others: bool) -> None:

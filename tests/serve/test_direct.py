@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ import pytest
 
 from flide import Engine
 from flide.serve import direct
+from flide.serve.app import DecisionServer
 from flide.serve.backend import LocalBackend
 from flide.serve.config import ServeConfig
 from flide.serve.direct import MOST, Direct
-from flide.serve.run import Logs, bound, run_loop, share
+from flide.serve.run import Logs, Server, bound, run_loop, share, uvicorn_settings
 from tests.serve.conftest import BODY
 from tests.serve.test_cli import serving
+from tests.serve.test_frontends import children_of
 from tests.tiny_model import tiny_model_directory
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -182,3 +185,76 @@ def test_a_kernel_that_cannot_choose_leaves_all_to_the_frontends(
 
     run_loop(test())
     assert "takes no connections" in caplog.text
+
+
+def test_a_connection_that_is_lost_at_the_door_takes_no_other_along(engine: Engine) -> None:
+    """As where a process may open no more files: the message comes without one."""
+
+    async def test() -> None:
+        inside, outside = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        server = Server(
+            uvicorn_settings(DecisionServer(engine, ServeConfig()).app(), ServeConfig(), "error"),
+            signals=False,
+            door=inside,
+        )
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        with bound(ServeConfig(port=0)) as listening:
+            listening.listen()
+            for _ in range(3):
+                outside.send(b"\0")
+                client = socket.create_connection(listening.getsockname())
+                accepted, _ = listening.accept()
+                socket.send_fds(outside, [b"\0"], [accepted.fileno()])
+                accepted.close()
+                assert await asyncio.to_thread(healthy, client)
+                client.close()
+        server.should_exit = True
+        await serving
+        with pytest.raises(BrokenPipeError):
+            outside.send(b"\0")
+        outside.close()
+
+    run_loop(test())
+
+
+UNFINISHED = b"POST /v1/systemone HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
+
+
+def test_a_frontend_that_ends_is_handed_no_more(fleet: tuple[Any, str]) -> None:
+    process, url = fleet
+    files = Path(f"/proc/{process.pid}/fd")
+    before = len(list(files.iterdir()))
+    held = [connect(url) for _ in range(20)]  # which both frontends wait for before they end
+    for connection in held:
+        connection.sendall(UNFINISHED)
+    time.sleep(0.3)
+    ending = children_of(process.pid)[0]
+    os.kill(ending, signal.SIGTERM)
+    time.sleep(0.5)  # in which what it had accepted by then may be closed
+    for _ in range(40):
+        burst = [connect(url) for _ in range(6)]
+        assert all(map(healthy, burst))
+        for connection in burst:
+            connection.close()
+    assert Path(f"/proc/{ending}").exists(), "it has not ended yet"
+    for connection in held:
+        connection.close()
+    deadline = time.monotonic() + 30
+    while (
+        ending in children_of(process.pid) or len(children_of(process.pid)) < 2 or len(list(files.iterdir())) > before
+    ):
+        assert time.monotonic() < deadline, "another one takes its place, and nothing is left of it"
+        time.sleep(0.2)
+
+
+def test_a_second_signal_does_not_wait_for_what_was_taken() -> None:
+    with serving("--model", str(tiny_model_directory()), "--frontends", "1") as (process, url), connect(url) as one:
+        # A request that never comes whole.
+        one.sendall(UNFINISHED)
+        time.sleep(0.2)
+        assert is_taken_by(process.pid, [one]) == [True]
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert process.poll() is None, "it waits"
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
