@@ -81,28 +81,27 @@ class KnownBodies:
             found = _continued(data[:cut], end)
             if found is not None:
                 return found
-        parsed = parse_json(data)
-        request = parse_body(parsed)
-        return request if end is not None else self._keep(key, parsed, request)
+        request = parse_body(parse_json(data))
+        if end is None and len(key[1]) <= LARGEST:
+            self._keep(key, request)
+        return request
 
-    def _keep(self, key: _Key, parsed: Any, request: DecisionRequest) -> DecisionRequest:
+    def _keep(self, key: _Key, request: DecisionRequest) -> None:
         """Keep the end of a body, if it came before."""
         end = key[1]
-        if len(end) > LARGEST:
-            return request
         number = hash(key)
         with self._lock:
             if number not in self._seen:
                 if len(self._seen) >= MOST_SEEN:
                     self._seen.clear()
                 self._seen.add(number)
-                return request
+                return
         try:
             alone = parse_json(b'{"":0' + end)
         except RequestError:  # another key "", or no end
-            return request
+            return
         if "questions" not in alone:  # but in another object
-            return request
+            return
         questions = Questionnaire(dict(request.questions), functools.partial(self._grow, key))
         others = {name: alone[name] for name in alone if name not in ("questions", "")}
         parts = [[question.instructions, question.criteria] for question in request.questions.values()]
@@ -113,7 +112,6 @@ class KnownBodies:
         if not self._grow(key, size):
             with self._lock:
                 self._known.pop(key, None)
-        return request
 
     def _grow(self, key: _Key, size: int) -> bool:
         """Make room for more bytes of an end; False if it may not have so many."""

@@ -1,9 +1,9 @@
 """Questions that are asked again and again, with what was made of them: agents ask the same ones about every state.
 
     Questionnaire          the questions of a request, kept by who parses bodies (``known_bodies.py``)
-      .asked               their prompts' words, kept by the format
-        .tails             their token ids behind a state, kept by the tokenizer for every seam
-          .reads, .plan    where their options lie, and their tree, kept by who works them out
+      .asked               their prompts' words, as a format has them
+        .tails             their token ids behind a state, for every seam
+          .reads, .plan    where their options lie, and their tree
 
 Whoever makes something of questions alone looks here first. Nothing in here depends on a state, and nothing is changed
 once it is here: requests on several threads share it. All of it counts where questions are kept, and where it is too
