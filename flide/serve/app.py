@@ -312,9 +312,11 @@ class _Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         try:
-            return orjson.dumps(content)
+            written = orjson.dumps(content)
         except orjson.JSONEncodeError:  # of integers with more than 64 bits, which levels of a score may hold
             return super().render(content)
+        # NaN would be null, too: where there is one, Starlette's writes it, which refuses NaN.
+        return super().render(content) if b"null" in written else written
 
 
 class _Envelope:

@@ -19,6 +19,7 @@ import zstandard
 
 from flide import Engine, EngineConfig, ModelOutputError
 from flide.runtime.reader import RequestReader
+from flide.serve.app import _Json
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from flide.serve.metrics import MOST_UNCOUNTED, Metrics
@@ -70,6 +71,13 @@ def test_levels_come_back_as_they_were_sent(client: httpx.Client) -> None:
     levels = [{"n": 10**40, "x": [1.5, None, True, "caf\u00e9 \u2028"]}, [-(2**64)], "plain"]
     answer = post(client, body(questions={"s": {"type": "score", "criteria": levels}})).json()["answers"]["s"]
     assert list(answer["legend"].values()) == levels
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_is_never_written(number: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        _Json({"answers": {"q": {"noul": number}}})
+    assert json.loads(_Json({"a": None, "b": 0.1}).body) == {"a": None, "b": 0.1}
 
 
 def test_packed_and_chunked_bodies_have_the_same_answer(client: httpx.Client) -> None:
