@@ -111,7 +111,8 @@ class DecisionFormat(ABC):
 
     @abstractmethod
     def question_texts(self, question: Question) -> tuple[list[str], int]:
-        """What follows the state in each of the question's prompts, and how many options the question has.
+        """What follows the state in each of the question's prompts, and how many options the question has. That depends
+        on the question alone: it may be kept for other requests, as may what ``reads`` of this class makes of it.
 
         Raises:
             ValueError: the question cannot be rendered; RequestError where its entries say more.

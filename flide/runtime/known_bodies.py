@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from flide.errors import RequestError
 from flide.runtime.questionnaire import Questionnaire
 from flide.runtime.request import DecisionRequest
+from flide.runtime.seen import Seen
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import MAX_VALUES, parse_body
 
@@ -54,7 +55,7 @@ class KnownBodies:
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Key, _End] = OrderedDict()
-        self._seen: set[int] = set()
+        self._seen = Seen(MOST_SEEN)
         self._size = 0
         self._lock = threading.Lock()
 
@@ -89,12 +90,8 @@ class KnownBodies:
     def _keep(self, key: _Key, request: DecisionRequest) -> None:
         """Keep the end of a body, if it came before."""
         end = key[1]
-        number = hash(key)
         with self._lock:
-            if number not in self._seen:
-                if len(self._seen) >= MOST_SEEN:
-                    self._seen.clear()
-                self._seen.add(number)
+            if not self._seen.again(key):
                 return
         try:
             alone = parse_json(b'{"":0' + end)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from flide.runtime.seen import Seen
 from flide.runtime.text_cuts import Cuts
 
 __all__ = ["Beginning", "PrefixIds"]
@@ -80,7 +81,7 @@ class PrefixIds:
         # The last ones were used last, and of one text those that it begins with: what is behind a block goes first.
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
         self._num_ids = 0
-        self._seen: set[int] = set()  # hashes of first blocks
+        self._seen = Seen(MOST_SEEN)  # first blocks
 
     def find(self, text: str, salt: str | None = None) -> Beginning:
         """What is known of a text to those who use a salt, and what is not."""
@@ -97,7 +98,7 @@ class PrefixIds:
                     break
                 known.append(block)
                 number, cut = block.number, block.cut
-            if self._again and not known and not self._comes_again(salt, text[:BLOCK]):
+            if self._again and not known and not self._seen.again((salt, text[:BLOCK])):
                 return Beginning(text, salt, [text], [], [])
         pieces, cuts = [], []
         for start in range(len(known) * BLOCK, end, BLOCK):
@@ -141,15 +142,6 @@ class PrefixIds:
             while len(self._blocks) > MOST_BLOCKS or self._num_ids > MOST_IDS:
                 self._num_ids -= len(self._blocks.popitem(last=False)[1].ids)
         return array("i", b"".join([*(block.ids for block in known), *ids]))
-
-    def _comes_again(self, salt: str | None, first: str) -> bool:
-        """Whether a text with this first block came before."""
-        number = hash((salt, first))
-        is_known = number in self._seen
-        if not is_known and len(self._seen) >= MOST_SEEN:
-            self._seen.clear()
-        self._seen.add(number)
-        return is_known
 
     def _add(self, block: _Block) -> _Block:
         """What is known under a block's key: another one's, where it came first."""
