@@ -39,6 +39,7 @@ from flide.runtime.decision import Decision, joined
 from flide.runtime.format import EncodedRequest
 from flide.runtime.graphs import CudaStreams
 from flide.runtime.metadata import PAGE_SIZE
+from flide.runtime.planner import one_run
 from flide.runtime.reads import OptionReads
 from flide.runtime.request import Choice, DecisionRequest
 from flide.runtime.rounds import PreparedRequest, RoundRunner
@@ -88,7 +89,10 @@ class Bench:
         shapes = {name: _fixed(name) or _with_a_trunk(realistic(name)) for name in workloads}
         self.checks = {name: self.prepare(shape, options=OPTIONS) for name, shape in shapes.items()}
         self.expected = {name: self._isolated(request) for name, request in self.checks.items()}
-        self.faulty = {name: self._isolated(self._with_another_page(request)) for name, request in self.checks.items()}
+        self.faulty = {
+            name: self._isolated(self._with_another_page(request, shapes[name].trunk))
+            for name, request in self.checks.items()
+        }
         longest = min(self.model.config.max_position_embeddings, self.config.max_prompt_tokens or LONGEST_PROMPT)
         runner = RoundRunner(
             self.model, self.label_ids, config=self.config, max_prompt_tokens=longest, model_name="bench"
@@ -158,7 +162,7 @@ class Bench:
         criteria = {f"o{k:02}": None for k in range(options)}
         questions = {f"q{i}": Choice("?", criteria) for i in range(len(shape.branches))}
         tree = TokenTree(self._tokens(shape.trunk), tuple(TokenTree(self._tokens(n)) for n in shape.branches))
-        return PreparedRequest.of(DecisionRequest("", questions), tree, [options] * len(questions))
+        return PreparedRequest.of(DecisionRequest("", questions), one_run(tree), [options] * len(questions))
 
     def _prepare_candidates(self, shape: CandidateShape) -> PreparedRequest:
         counts = [len(own) for _, own in shape.questions]
@@ -177,10 +181,11 @@ class Bench:
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
 
-    def _with_another_page(self, request: PreparedRequest) -> PreparedRequest:
-        """The request with the last page of its trunk replaced by other tokens."""
-        kept = list(request.tree.tokens)[:-PAGE_SIZE]
-        tree = replace(request.tree, tokens=kept + self._tokens(PAGE_SIZE))
+    def _with_another_page(self, request: PreparedRequest, trunk: int) -> PreparedRequest:
+        """The request with the last page of what its questions share, ``trunk`` tokens, replaced by other tokens."""
+        tokens = list(request.tree.tokens)
+        tokens[trunk - PAGE_SIZE : trunk] = self._tokens(PAGE_SIZE)
+        tree = replace(request.tree, tokens=tokens)
         return PreparedRequest.of(request.request, tree, request.num_options, request.reads)
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 Any tree over exact common prefixes gives the same answers; a planner only decides how many rows they take. The trunk is
 what all prompts share. A question whose prompts share more than that may get a branch of its own, whose leaves they
-are: three levels, where two would run the question once for every candidate.
+are: three levels, where two would run the question once for every candidate. A prompt alone is one run.
 """
 
 from __future__ import annotations
@@ -37,20 +37,44 @@ class _Prompt(NamedTuple):
         return TokenTree(self.tokens, readouts=None if self.rows == LAST_ROW else self.rows)
 
 
-def plan(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> tuple[TokenTree, TreeLayout]:
-    """``plan_tree``, and its layout: of tails that another request had, too, both are only put behind the state."""
-    tails, settings = encoded.tails, (depth, least)
+def one_run(tree: TokenTree) -> TokenTree:
+    """The tree; a prompt that shares with no other one is one run instead of a trunk with a branch, whose recurrent
+    layers take one pass less. What resumes from the end of its state needs the branch."""
+    if len(tree.children) != 1 or tree.readouts or tree.children[0].children:
+        return tree
+    (branch,) = tree.children
+    readouts = (
+        None if branch.readouts is None else tuple(row + len(tree.tokens) * (row >= 0) for row in branch.readouts)
+    )
+    return TokenTree(array("i", tree.tokens) + array("i", branch.tokens), readouts=readouts)
+
+
+def plan(
+    encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1, resumes: bool = False
+) -> tuple[TokenTree, TreeLayout]:
+    """``plan_tree``, and its layout: of tails that another request had, too, both are only put behind the state.
+
+    Args:
+        encoded, depth, least: as ``plan_tree``.
+        resumes: later requests may want to resume from the end of the state; otherwise see :func:`one_run`.
+    """
+
+    def planned(request: EncodedRequest) -> TokenTree:
+        tree = plan_tree(request, depth=depth, least=least)
+        return tree if resumes else one_run(tree)
+
+    tails, settings = encoded.tails, (depth, least, resumes)
     if not isinstance(tails, Tails) or encoded.rows is not None or not tails:
-        tree = plan_tree(encoded, depth=depth, least=least)
+        tree = planned(encoded)
         return tree, TreeLayout.of(tree)
     known = tails.plan
     if known is None or known[0] != settings:
-        alone = plan_tree(replace(encoded, shared=array("i")), depth=depth, least=least)
+        alone = planned(replace(encoded, shared=array("i")))
         tails.plan = known = settings, alone, TreeLayout.of(alone)
     _, alone, layout = known
-    shared = array("i", encoded.shared)  # takes no look at each id, where this is an array, too
+    shared = encoded.shared if isinstance(encoded.shared, array) else array("i", encoded.shared)
     layout = layout.behind(shared)
-    return TokenTree(shared + array("i", alone.tokens), alone.children), layout
+    return TokenTree(shared + array("i", alone.tokens), alone.children, alone.readouts), layout
 
 
 def plan_tree(encoded: EncodedRequest, *, depth: int = MAX_DEPTH, least: int = 1) -> TokenTree:
@@ -114,4 +138,4 @@ def _shared(prompts: Sequence[_Prompt]) -> int:
     return min(cut, min(prompt.most_shared for prompt in prompts))
 
 
-__all__ = ["plan", "plan_tree"]
+__all__ = ["one_run", "plan", "plan_tree"]

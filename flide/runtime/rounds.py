@@ -6,6 +6,7 @@ Shapes: N readout rows, C columns of the head, Q questions, O most options of a 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -24,7 +25,7 @@ from flide.runtime.checkpoints.resume import ResumedRound, resume
 from flide.runtime.checkpoints.store import CheckpointStore
 from flide.runtime.compact import Compact
 from flide.runtime.config import EngineConfig
-from flide.runtime.decision import Decision, Usage, answer_question
+from flide.runtime.decision import Decision, Usage, answer_questions
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.plan import RoundPlan, trunk_key
@@ -44,7 +45,8 @@ NO_REUSE = Reuse()
 class PreparedRequest:
     """A validated request and its token tree, laid out: what can be done here need not be done on the engine's thread.
 
-    The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch.
+    The tree has one branch per question, in order, or per candidate, where a question's candidates may share a branch;
+    of one prompt it may be a trunk without any.
     ``reads`` says where each option's logit will be, ``shared`` how many rows forking saves, ``temperature`` what a
     question's logits are divided by, ``reuse`` what of it is worth keeping for later requests. All rows of a request
     run in one round, so that no softmax is ever split.
@@ -91,6 +93,7 @@ class PreparedRequest:
             format.reads(request, head, encoded),
             depth=depth,
             least=least,
+            resumes=checkpoints,
             temperature=format.temperature,
             reuse=Reuse.of(request, encoded, format) if checkpoints else NO_REUSE,
         )
@@ -104,10 +107,11 @@ class PreparedRequest:
         *,
         depth: int = MAX_DEPTH,
         least: int = 1,
+        resumes: bool = False,
         temperature: Callable[[Question, Mapping[str, float]], float] = temperature_of_type,
         reuse: Reuse = NO_REUSE,
     ) -> PreparedRequest:
-        tree, layout = plan(encoded, depth=depth, least=least)
+        tree, layout = plan(encoded, depth=depth, least=least, resumes=resumes)
         return cls.of(request, tree, encoded.num_options, reads, layout=layout, temperature=temperature, reuse=reuse)
 
     @classmethod
@@ -141,16 +145,15 @@ class PreparedRequest:
             divisors = [self.temperature(question, temperatures) for question in questions.values()]
             if divisors.count(1.0) < len(divisors):
                 logits_QO = logits_QO / np.array(divisors)[:, None]
-        weights = np.exp(logits_QO - logits_QO.max(1, keepdims=True)).tolist()
-        answers = {
-            question_id: answer_question(question, row[:count])
-            for (question_id, question), row, count in zip(questions.items(), weights, self.num_options, strict=True)
-        }
+        weights_QO = np.exp(logits_QO - logits_QO.max(1, keepdims=True))
+        answers = answer_questions(questions, weights_QO, self.num_options)
         usage = Usage(self.needed.tokens, len(answers), self.shared, logits.reused_tokens)
         return Decision(model=model_name, answers=answers, usage=usage)
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
+        if not self.tree.children:
+            return [self]
         parts = []
         for i, (item, branch) in enumerate(zip(self.request.questions.items(), self.tree.children, strict=True)):
             tree = TokenTree([*self.tree.tokens, *branch.tokens], readouts=branch.readouts)
@@ -173,7 +176,8 @@ class OptionLogits(Compact):
     reused_tokens: int = 0
 
     def are_finite(self, reads: Reads) -> bool:
-        return bool((np.isfinite(self.values_QO) | ~reads.is_option_QO).all())
+        # A sum is quick, and finite if all are: no float32 is so large that float64 overflows. Unused places are not.
+        return math.isfinite(self.values_QO.sum()) or bool((np.isfinite(self.values_QO) | ~reads.is_option_QO).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,10 @@ class PendingRound:
     ) -> None:
         self._requests, self._logits = requests, logits
         self._runner, self._resumed = runner, resumed
+
+    def is_done(self) -> bool:
+        """Whether :meth:`results` would not wait, but for requests that have to run again."""
+        return self._logits.is_done()
 
     def results(self) -> list[Any]:
         """Wait for what becomes of every request (:class:`Runnable`), in order. To be called once."""
@@ -317,6 +325,7 @@ class RoundRunner:
         observers: who is told of every round.
         store: of checkpoints, or None.
         starts_ahead: whether a round can be started while another one runs (two at most).
+        can_change_threads: whether the device works by itself, whichever thread asks it to.
     """
 
     def __init__(
@@ -381,11 +390,17 @@ class RoundRunner:
             )
         self.least_saved = DEEP_SAVES if device.type == "cuda" else 1
         self.starts_ahead = device.type == "cuda"
+        # What torch.compile keeps of graphs belongs to a thread.
+        self.can_change_threads = self.starts_ahead and config.resolve_graphs(device) != "reduce-overhead"
         self.max_requests = min(MAX_REQUESTS, config.max_round_requests or MAX_REQUESTS)
 
     def start(self) -> None:
         """Make ready, on the thread that will run the rounds."""
         self.streams.start()
+
+    def run_on_this_thread(self) -> None:
+        """From now on another thread runs the rounds: this one."""
+        self.streams.run_on_this_thread()
 
     def expect(self, requests: Iterable[Runnable]) -> None:
         """Hear of requests that wait; on the thread that runs the rounds."""

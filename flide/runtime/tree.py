@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,8 +136,8 @@ class TreeLayout(Compact):
         rows = np.empty((3, ends[-1]), np.int32)
         np.concatenate([np.asarray(node.tokens, np.int32) for node in flat], out=rows[0])
         ahead = [start - begin for start, begin in zip(starts, begins, strict=True)]
-        np.add(_numbers(ends[-1]), np.repeat(np.array(ahead, np.int32), lengths), out=rows[1])
-        rows[2] = np.repeat(_numbers(len(flat)), lengths)
+        np.add(numbers(ends[-1]), np.repeat(np.array(ahead, np.int32), lengths), out=rows[1])
+        rows[2] = np.repeat(numbers(len(flat)), lengths)
         isolated = sum(
             start + length for node, start, length in zip(flat, starts, lengths, strict=True) if not node.children
         )
@@ -165,15 +166,15 @@ class TreeLayout(Compact):
             rows[0] = np.frombuffer(b"".join(tokens), np.int32)  # type: ignore[arg-type]
         else:
             np.concatenate([np.asarray(x, np.int32) for x in tokens], out=rows[0])
-        rows[1, :start], rows[2, :start] = _numbers(start), 0
+        rows[1, :start], rows[2, :start] = numbers(start), 0
         if count <= FEW:  # each by itself: of numpy's functions, every other one that is used has to be fetched
             for index, (begin, end) in enumerate(itertools.pairwise(ends), 1):
-                rows[1, begin:end], rows[2, begin:end] = _numbers(start + end - begin)[start:], index
+                rows[1, begin:end], rows[2, begin:end] = numbers(start + end - begin)[start:], index
         else:
-            rows[2] = np.repeat(_numbers(count + 1), lengths)
+            rows[2] = np.repeat(numbers(count + 1), lengths)
             # What stands before a branch on its path, less what stands before it in the stream.
             ahead = np.array([0] + [start - begin for begin in ends[:-1]], np.int32)
-            np.add(_numbers(total), ahead[rows[2]], out=rows[1])
+            np.add(numbers(total), ahead[rows[2]], out=rows[1])
         return cls(
             rows=rows,
             nodes=np.array(nodes, np.int32),
@@ -225,16 +226,14 @@ class TreeLayout(Compact):
 
     def behind(self, front: array[int]) -> TreeLayout:
         """The tree with more int32 tokens in front of its trunk: ``resumed`` of it gives this one again."""
-        length, (_, total) = len(front), self.rows.shape
-        rows = np.empty((3, length + total), np.int32)
-        rows[0, :length] = np.frombuffer(front, np.int32)
-        rows[1, :length], rows[2, :length] = _numbers(length), 0
-        rows[:, length:] = self.rows
-        rows[1, length:] += length
-        nodes, reads = self.nodes.copy(), self.reads.copy()
-        nodes[0] += length
-        nodes[2, 1:] += length
-        reads[0] += length
+        length, (tokens, positions, owners) = len(front), self.rows
+        ahead = numbers(length)
+        # One copy of memory; each of numpy's assignments takes as long.
+        parts: list[Any] = [front, tokens, ahead, positions + length, bytes(4 * length), owners]
+        rows = np.frombuffer(b"".join(parts), np.int32).reshape(3, -1)
+        nodes = self.nodes + np.array([[length], [0], [length], [0], [0]], np.int32)
+        nodes[2, 0] = 0
+        reads = self.reads + np.array([[length], [0]], np.int32)
         leaves = self.num_nodes - self.num_parents
         return TreeLayout(
             rows=rows,
@@ -259,7 +258,7 @@ class TreeLayout(Compact):
 
     @property
     def num_parents(self) -> int:
-        return int((self.nodes[4] >= 0).sum())
+        return int((self.nodes[4] >= 0).sum()) if self.depth > 2 else self.depth - 1
 
     @property
     def trunk_length(self) -> int:
@@ -274,7 +273,7 @@ def _is_plain_leaf(node: TokenTree) -> bool:
     return not node.children and node.readouts is None and len(node.tokens) > 0
 
 
-def _numbers(count: int) -> NDArray[np.int32]:
+def numbers(count: int) -> NDArray[np.int32]:
     """0 to ``count`` - 1, read-only."""
     return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count, dtype=np.int32)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flide.heads import OpenJevHead
 from flide.runtime.format import EncodedRequest, make_format
-from flide.runtime.planner import plan, plan_tree
+from flide.runtime.planner import one_run, plan, plan_tree
 from flide.runtime.questionnaire import Tails
 from flide.runtime.rounds import PreparedRequest
 from flide.runtime.tokenizer import PromptTokenizer
@@ -152,16 +152,18 @@ def test_prompts_with_nothing_to_read_are_refused(tails: list[list[int]], depth:
     groups=GROUPS,
     depth=st.sampled_from([2, 3]),
     least=st.sampled_from([1, 3]),
+    resumes=st.booleans(),
 )
 def test_of_tails_that_are_kept_only_the_state_is_new(
-    states: list[list[int]], groups: list[list[list[int]]], depth: int, least: int
+    states: list[list[int]], groups: list[list[list[int]]], depth: int, least: int, resumes: bool
 ) -> None:
     counts = [len(group) for group in groups]
     kept = Tails([array("i", tail) for group in groups for tail in group])
     for state in states:
         encoded = EncodedRequest(array("i", state), kept, counts, counts)
-        tree, layout = plan(encoded, depth=depth, least=least)
-        assert tree == plan_tree(encoded, depth=depth, least=least)
+        tree, layout = plan(encoded, depth=depth, least=least, resumes=resumes)
+        planned = plan_tree(encoded, depth=depth, least=least)
+        assert tree == (planned if resumes else one_run(planned))
         expected = TreeLayout.of(tree)
         for name in ("rows", "nodes", "reads"):
             assert np.array_equal(getattr(layout, name), getattr(expected, name)), name
@@ -169,3 +171,38 @@ def test_of_tails_that_are_kept_only_the_state_is_new(
             assert getattr(layout, name) == getattr(expected, name), name
         for name in ("rows", "nodes", "reads"):
             assert np.array_equal(getattr(layout.resumed(len(state)), name), getattr(kept.plan[2], name)), name
+
+
+@pytest.mark.parametrize("shared", [[], [1, 2]])
+@pytest.mark.parametrize(
+    ("tail", "rows"), [([7], None), ([7], (-1,)), ([7], (0,)), ([7, 8, 9], None), ([7, 8, 9], (-2, -1)), ([7, 8], (0,))]
+)
+def test_a_prompt_alone_is_one_run_with_the_same_rows(
+    shared: list[int], tail: list[int], rows: tuple[int, ...] | None
+) -> None:
+    forked = TokenTree(shared, (TokenTree(tail, readouts=rows),))
+    whole = one_run(forked)
+    assert list(whole.tokens) == [*shared, *tail]
+    assert not whole.children
+    assert whole.readout_offsets == tuple(len(shared) + row for row in forked.children[0].readout_offsets)
+    assert TreeLayout.of(whole).num_shared_tokens == TreeLayout.of(forked).num_shared_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TokenTree([1], (TokenTree([2]), TokenTree([3]))),
+        TokenTree([1], (TokenTree([2], (TokenTree([3]), TokenTree([4]))),)),
+        TokenTree([1], (TokenTree([2]),), readouts=(0,)),
+        TokenTree([1]),
+    ],
+    ids=["two", "candidates", "a trunk that is read", "one run already"],
+)
+def test_other_trees_stay(tree: TokenTree) -> None:
+    assert one_run(tree) == tree
+
+
+def test_only_who_resumes_keeps_the_branch_of_a_prompt_alone() -> None:
+    encoded = EncodedRequest(array("i", [1, 2]), [array("i", [3])], [2], [1])
+    assert plan(encoded)[1].depth == 1
+    assert plan(encoded, resumes=True)[1].depth == 2
