@@ -71,16 +71,21 @@ def own_pages(max_tokens: int, max_prompt_tokens: int) -> int:
 def _row_classes(tokens: int) -> list[int]:
     if tokens <= LARGE:
         return [FEW, SOME]
-    return [SOME] if tokens < 2 * SOME * MANY else [SOME, tokens // MANY]
+    some = SOME if tokens <= HUGE else 2 * SOME  # so many have the requests of a few questions that share a huge round
+    return [some] if tokens < 2 * some * MANY else [some, tokens // MANY]
 
 
-def smallest_that_holds(capacities: Sequence[StreamCapacity], needed: StreamCapacity) -> StreamCapacity | None:
+def smallest_that_holds(
+    capacities: Sequence[StreamCapacity], needed: StreamCapacity, *, sizes: Sequence[int] | None = None
+) -> StreamCapacity | None:
     """The capacity a round takes: the fewest rows, then the fewest segments; None if it fits none.
 
     Args:
         capacities: smallest first, as :func:`capacity_ladder` makes them.
+        needed: by the round.
+        sizes: rows of each capacity, where they are at hand.
     """
-    start = bisect.bisect_left(capacities, needed.tokens, key=lambda capacity: capacity.tokens)
+    start = bisect.bisect_left(sizes or [capacity.tokens for capacity in capacities], needed.tokens)
     return next((capacity for capacity in capacities[start:] if capacity.holds(needed)), None)
 
 

@@ -92,14 +92,16 @@ class Questionnaire(dict[str, Question]):
 
     Attributes:
         asked: what a format made of them, behind that format.
+        characters: of their instructions, once they were counted.
     """
 
-    __slots__ = ("_grow", "asked")
+    __slots__ = ("_grow", "asked", "characters")
 
     def __init__(self, questions: dict[str, Question], grow: Callable[[int], bool]) -> None:
         super().__init__(questions)
         self._grow = grow
         self.asked: tuple[Any, Asked] | None = None
+        self.characters: int | None = None
 
     def keep(self, format: Any, asked: Asked, tails: Tails) -> None:
         """Keep what a format made of the questions, if there is room."""

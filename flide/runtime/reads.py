@@ -55,6 +55,7 @@ class OptionReads(Compact):
         is_zero_QO: which options' logits are 0.
         num_rows: readout rows of all questions together.
         made_of: the arguments of ``of`` that give this very object again; None where it is not kept.
+        is_whole: every place is used, and has a logit of its own.
     """
 
     rows_QO: NDArray[np.int64]
@@ -63,6 +64,10 @@ class OptionReads(Compact):
     is_zero_QO: NDArray[np.bool_]
     num_rows: int
     made_of: tuple[_Columns, bool] | None = field(default=None, init=False, repr=False)
+    is_whole: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_whole", bool(self.is_option_QO.all() and not self.is_zero_QO.any()))
 
     @classmethod
     def of(cls, columns: Sequence[Sequence[int]], *, row_per_option: bool = False) -> Self:
@@ -94,6 +99,8 @@ class OptionReads(Compact):
     def gather(self, logits_NC: NDArray[np.float32]) -> NDArray[np.float64]:
         """``[Q, O]`` logits of the options out of the request's rows; unused places are -inf."""
         logits_QO = logits_NC[self.rows_QO, self.columns_QO].astype(np.float64)
+        if self.is_whole:
+            return logits_QO
         logits_QO[self.is_zero_QO] = 0.0
         logits_QO[~self.is_option_QO] = -np.inf
         return logits_QO

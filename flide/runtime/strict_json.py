@@ -47,7 +47,7 @@ def parse_json(data: bytes | str) -> Any:
         _check_brackets(text)
     body, refusal = None, None
     try:
-        body = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_constant)
+        body = _DECODER.decode(text)
     except RequestError:
         raise
     except json.JSONDecodeError as error:
@@ -113,3 +113,6 @@ def _finite(literal: str) -> float:
 
 def _refuse_constant(literal: str) -> Never:
     raise _json_invalid("NaN and Infinity are not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_refuse_constant)

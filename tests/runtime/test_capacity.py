@@ -36,6 +36,8 @@ def test_rounds_that_are_there_for_throughput_are_padded_little() -> None:
     assert [size for size in sizes if size < 16_384] == sorted({capacity.tokens for capacity in LADDER})[:-1]
     huge = [size for size in sizes if size >= 16_384]
     assert all(b <= 1.0125 * a for a, b in itertools.pairwise(huge))
+    for capacity in capacity_ladder(40_000):
+        assert capacity.segments in (256, capacity.tokens // 8) or capacity.tokens <= 16_384
     assert len(huge) < 90
 
 

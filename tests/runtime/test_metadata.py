@@ -6,6 +6,7 @@ import time
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree, TrunkCache
-from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE
+from flide.runtime.metadata import MAX_SAVES, PAGE_SIZE, HostArena, arena_size, fresh_caches
 from flide.runtime.tree import TreeLayout, prompts_of
 
 ARRAYS = tuple(f.name for f in fields(ForkMetadata) if f.name not in ("capacity", "arena", "schedule"))
@@ -502,6 +503,26 @@ def test_check_notices_damage(name: str, place: Any, value: int) -> None:
     getattr(meta, name)[place] = value
     with pytest.raises(AssertionError):
         meta.check()
+
+
+@settings(deadline=None)
+@given(rounds, st.integers(0, 9))
+def test_rounds_of_fresh_trunks_are_packed_as_with_their_caches(trees: list[TokenTree], padding: int) -> None:
+    layouts = [TreeLayout.of(tree) for tree in trees]
+    caches = fresh_caches(layouts)
+    exact = ForkMetadata.pack(layouts, caches=caches).capacity
+    capacity = StreamCapacity(*(n + padding for n in _sizes(exact)), depth=exact.depth)
+    expected, found = (np.full(arena_size(capacity), 77, np.int32) for _ in range(2))
+    HostArena(expected, capacity).pack(layouts, caches)
+    HostArena(found, capacity).pack(layouts)
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("short", [(5, 3, 2, 1), (6, 2, 2, 1), (6, 3, 1, 1), (6, 3, 2, 0)], ids=str)
+def test_a_fresh_tree_beyond_a_capacity_is_refused(short: tuple[int, ...]) -> None:
+    layout, capacity = TreeLayout.of(TREE), StreamCapacity(*short)
+    with pytest.raises(ValueError, match="does not fit"):
+        HostArena(np.zeros(arena_size(capacity), np.int32), capacity).pack([layout])
 
 
 # Speed.
