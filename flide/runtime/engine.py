@@ -24,6 +24,7 @@ from flide.runtime.checkpoints.stats import CheckpointStats
 from flide.runtime.config import EngineConfig
 from flide.runtime.decision import Decision, joined
 from flide.runtime.format import DecisionFormat, make_format
+from flide.runtime.loop_worker import LoopWorker
 from flide.runtime.memory import affordable_prompt_tokens, affordable_request_tokens, check_reserved
 from flide.runtime.model_hash import model_hash
 from flide.runtime.reader import RequestReader
@@ -93,7 +94,8 @@ class Engine:
         )
         self._round_tokens = runner.limit.tokens
         self._observers = runner.observers
-        self._worker = Worker(runner)
+        self._runner = runner
+        self._worker: Worker | LoopWorker = Worker(runner)
         self.report = runner.streams.report
         affordable = max(self._round_tokens, affordable_request_tokens(model, reserved=reserved + on_host))
         self.max_request_tokens = self.config.max_request_tokens or affordable
@@ -176,7 +178,7 @@ class Engine:
         outcomes = self._prepare(as_list(requests), return_exceptions)
         jobs = _jobs(outcomes)
         try:
-            self._worker.submit(jobs)
+            self._worker.submit(jobs, waits=True)
             return [_wait(outcome, return_exceptions) for outcome in outcomes]
         finally:  # after Ctrl-C or a failure, what has not begun need not run
             for job in jobs:
@@ -262,6 +264,23 @@ class Engine:
         """
         self._observers.append(observer)
         return functools.partial(self._observers.remove, observer)
+
+    @property
+    def can_run_on_a_loop(self) -> bool:
+        """Whether :meth:`run_on` may be called: the device works by itself, whichever thread asks it to."""
+        return self._runner.can_change_threads
+
+    def run_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run rounds on the thread of an event loop, which calls this, instead of one of their own. Nobody is then
+        woken for a round, but what takes long on the loop keeps rounds waiting. ``decide`` cannot be called on it.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        assert self.can_run_on_a_loop, "a round would hold the loop"
+        self._worker.check()
+        self._worker.close()
+        self._worker = LoopWorker(self._runner, loop)
 
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""

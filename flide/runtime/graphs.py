@@ -73,7 +73,11 @@ class _HostBuffers:
     began: torch.cuda.Event = field(default_factory=_timing_event)
     done: torch.cuda.Event = field(default_factory=_timing_event)
     kept: bool = True  # for the next round
+    numbers_NC: NDArray[np.float32] = field(init=False)  # the same memory as the logits
     _views: dict[StreamCapacity, tuple[HostArena, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers_NC", self.logits_NC.numpy())
 
     def views(self, capacity: StreamCapacity) -> tuple[HostArena, Tensor]:
         """The part of the arena that streams of some capacity use: to pack, and to copy from."""
@@ -95,10 +99,13 @@ class _PendingOnDevice:
         try:
             buffers.done.synchronize()
             seconds = buffers.began.elapsed_time(buffers.done) / 1e3
-            logits_NC = buffers.logits_NC[: self._num_readouts].numpy().copy()
+            logits_NC = buffers.numbers_NC[: self._num_readouts].copy()
             return logits_NC, StreamRun(self._rows, self._captured, seconds)
         finally:
             self._streams._give_back(self._buffers)
+
+    def is_done(self) -> bool:
+        return bool(self._buffers.done.query())  # type: ignore[no-untyped-call]
 
 
 class CudaStreams:
@@ -141,7 +148,7 @@ class CudaStreams:
         model.belong_to(self)
         cached_pages = 0 if budgets is None else max(MIN_CACHED_PAGES, num_pages(max_prompt_tokens))
         self.capacities = capacity_ladder(max_tokens, depth=depth, cached_pages=cached_pages)
-        self.limit = self.capacities[-1]
+        self.limit, self._sizes = self.capacities[-1], [capacity.tokens for capacity in self.capacities]
         self.report = StartReport()
         self._mode = graphs
         self._device = model.lm_head.weight.device
@@ -182,10 +189,14 @@ class CudaStreams:
         with _CAPTURING:
             self._start()
 
-    @torch.inference_mode()
-    def _start(self) -> None:
+    def run_on_this_thread(self) -> None:
+        """From now on another thread runs the streams: this one."""
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)
+
+    @torch.inference_mode()
+    def _start(self) -> None:
+        self.run_on_this_thread()
         if self._mode == "reduce-overhead":
             _know_this_thread()
         began = time.perf_counter()
@@ -231,19 +242,18 @@ class CudaStreams:
             ValueError: more trunks, or branches with leaves, than there is scratch for; longer trunks than there are
                 pages for.
         """
+        torch.cuda.set_stream(self._stream)  # of this thread, whatever ran on it since
         parents = len(layouts) if needed.depth == 2 else sum(layout.num_parents for layout in layouts)
         if parents > MAX_REQUESTS:
             raise ValueError(f"a round has at most {MAX_REQUESTS} trunks and branches with children, got {parents}")
-        if caches is None:
-            if needed.pages > self.own_pages:
-                raise ValueError(f"a round of {needed.pages} KV pages, and there are {self.own_pages}")
-            caches = fresh_caches(layouts)
+        if caches is None and needed.pages > self.own_pages:
+            raise ValueError(f"a round of {needed.pages} KV pages, and there are {self.own_pages}")
         if self.pools is not None:
             self.pools.copy_pages(copies)
-        capacity = smallest_that_holds(self.capacities, needed)
+        capacity = smallest_that_holds(self.capacities, needed, sizes=self._sizes)
         graph = self._graphs.get(capacity) if capacity is not None else None
         if graph is None:
-            return self._run_uncaptured(layouts, needed, caches)
+            return self._run_uncaptured(layouts, needed, fresh_caches(layouts) if caches is None else caches)
         return self._replay(graph, layouts, needed, caches)
 
     def graph(self, capacity: StreamCapacity) -> torch.cuda.CUDAGraph | None:
@@ -252,13 +262,13 @@ class CudaStreams:
 
     @torch.inference_mode()
     def _replay(
-        self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity, caches: Sequence[TrunkCache]
+        self, graph: _Graph, layouts: Sequence[TreeLayout], needed: StreamCapacity, caches: Sequence[TrunkCache] | None
     ) -> PendingLogits:
-        buffers = self._buffers.pop()
+        buffers, stream = self._buffers.pop(), self._stream  # to ask for the current stream takes longer
         try:
             host, packed = buffers.views(graph.meta.capacity)
             host.pack(layouts, caches)
-            buffers.began.record()
+            buffers.began.record(stream)
             graph.meta.arena.copy_(packed, non_blocking=True)
             if graph.graph is None:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -269,7 +279,7 @@ class CudaStreams:
                 logits_NC = graph.logits_NC
             rows = needed.readouts
             buffers.logits_NC[:rows].copy_(logits_NC[:rows], non_blocking=True)
-            buffers.done.record()
+            buffers.done.record(stream)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error is the one to report
                 self._stream.synchronize()

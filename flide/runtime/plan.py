@@ -41,6 +41,11 @@ class RoundPlan:
         return self._needed[-1]
 
     @property
+    def rows(self) -> int:
+        """Rows of the round; 0 of one without requests."""
+        return self.needed.tokens if self.requests else 0
+
+    @property
     def fits(self) -> bool:
         """Whether the requests keep within the limit; one alone need not."""
         return self._limit.holds(self.needed)

@@ -69,6 +69,9 @@ class PendingLogits(Protocol):
     def result(self) -> tuple[NDArray[np.float32], StreamRun]:
         """Wait for the logits ``[N, C]`` of the rows read, in depth-first order of the trees. To be called once."""
 
+    def is_done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+
 
 class Ready:
     """Logits that are there already."""
@@ -78,6 +81,9 @@ class Ready:
 
     def result(self) -> tuple[NDArray[np.float32], StreamRun]:
         return self._result
+
+    def is_done(self) -> bool:
+        return True
 
 
 class Streams:
@@ -123,6 +129,9 @@ class Streams:
             meta = ForkMetadata.allocate(padded(StreamCapacity(1, 1, 1)))
             self._step(meta.tokens, meta)
             self.report = StartReport(compile_seconds=time.perf_counter() - began)
+
+    def run_on_this_thread(self) -> None:
+        """From now on another thread runs the streams: this one."""
 
     @torch.inference_mode()
     def submit(

@@ -78,12 +78,16 @@ class Worker:
             RuntimeError: they cannot: closed, or forked.
         """
         if self._closed:
-            raise _closed_error()
+            raise closed_error()
         if self._process != os.getpid():
-            raise RuntimeError("an engine does not survive a fork: spawn the process and make an engine in it")
+            raise forked_error()
 
-    def submit(self, jobs: list[Job]) -> None:
+    def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
         """Queue jobs, all or none. Their futures end in any case: with a result, an error or cancelled.
+
+        Args:
+            jobs: to run.
+            waits: this thread is going to wait for them.
 
         Raises:
             RuntimeError: as :meth:`check`.
@@ -115,7 +119,7 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
         return
     started.set_result(None)
     waiting: deque[Job] = deque()
-    running: _Round | None = None
+    running: Round | None = None
     while _receive(arrivals, waiting, runner, wait=running is None) or waiting or running is not None:
         if running is not None and not (waiting and runner.starts_ahead):
             running.finish()
@@ -126,14 +130,14 @@ def _serve(runner: RoundRunner, arrivals: _Arrivals, started: Future[None], ende
     _refuse(arrivals)
 
 
-def _start_next(runner: RoundRunner, waiting: deque[Job], running: _Round | None) -> _Round | None:
+def _start_next(runner: RoundRunner, waiting: deque[Job], running: Round | None) -> Round | None:
     """Start the next round, then finish the one before it (first, where starting may take long: nothing was captured
     for the next)."""
-    batch, plan = _next_round(waiting, runner, 0 if running is None else len(running))
+    batch, plan = next_round(waiting, runner, 0 if running is None else len(running))
     if running is not None and batch and not plan.fits:
         running.finish()
         running = None
-    following = _Round(runner, batch, partial(runner.begin, plan)) if batch else None
+    following = Round(runner, batch, partial(runner.begin, plan)) if batch else None
     if running is not None:
         running.finish()
     return following
@@ -155,7 +159,7 @@ def _receive(arrivals: _Arrivals, waiting: deque[Job], runner: RoundRunner, *, w
     return True
 
 
-def _next_round(waiting: deque[Job], runner: RoundRunner, running: int = 0) -> tuple[list[Job], RoundPlan]:
+def next_round(waiting: deque[Job], runner: RoundRunner, running: int = 0) -> tuple[list[Job], RoundPlan]:
     """The next jobs that share a round, without those that were cancelled: while others run, and where it makes none of
     them dearer, at most half of all, so that the device has the other half when these are answered."""
     batch: list[Job] = []
@@ -180,11 +184,22 @@ def _next_round(waiting: deque[Job], runner: RoundRunner, running: int = 0) -> t
     return batch, plan
 
 
-class _Round:
-    """Jobs that run together. Nothing here raises: the thread must outlive any round."""
+class Round:
+    """Jobs that run together. Nothing here raises: the thread must outlive any round.
 
-    def __init__(self, runner: RoundRunner, batch: list[Job], begin: Callable[[], PendingRound]) -> None:
-        self._runner, self._batch = runner, batch
+    Args:
+        runner: of the engine.
+        batch: the jobs.
+        begin: starts the round.
+
+    Attributes:
+        rows: it computes.
+    """
+
+    def __init__(
+        self, runner: RoundRunner, batch: list[Job], begin: Callable[[], PendingRound], *, rows: int = 0
+    ) -> None:
+        self._runner, self._batch, self.rows = runner, batch, rows
         self._outcome: PendingRound | BaseException
         try:
             self._outcome = begin()
@@ -193,6 +208,13 @@ class _Round:
 
     def __len__(self) -> int:
         return len(self._batch)
+
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` would not wait."""
+        try:
+            return isinstance(self._outcome, BaseException) or self._outcome.is_done()
+        except Exception:  # noqa: BLE001 - the device has failed, which is reported where the answer is awaited
+            return True
 
     def finish(self) -> None:
         """Wait for the answers and deliver them."""
@@ -218,8 +240,8 @@ class _Round:
         except BaseException as error:  # noqa: BLE001 - it is reported where the answer is awaited
             return [_as_exception(error)] * len(self._batch)
 
-    def _alone(self, job: Job) -> _Round:
-        return _Round(self._runner, [job], partial(self._runner.begin_alone, job.prepared))
+    def _alone(self, job: Job) -> Round:
+        return Round(self._runner, [job], partial(self._runner.begin_alone, job.prepared))
 
 
 def _as_exception(error: BaseException) -> Exception:
@@ -237,8 +259,15 @@ def _refuse(arrivals: _Arrivals) -> None:
         while True:
             for job in arrivals.get_nowait() or ():
                 if job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(_closed_error())
+                    job.future.set_exception(closed_error())
 
 
-def _closed_error() -> RuntimeError:
+def closed_error() -> RuntimeError:
     return RuntimeError("the engine is closed")
+
+
+def forked_error() -> RuntimeError:
+    return RuntimeError("an engine does not survive a fork: spawn the process and make an engine in it")
+
+
+__all__ = ["Job", "Round", "Worker", "closed_error", "forked_error", "next_round"]

@@ -161,6 +161,8 @@ class _Fleet:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end_with, 130 if number == signal.SIGINT else 0)
         await self._backend.start()
+        if self._backend.engine.can_run_on_a_loop:
+            self._backend.engine.run_on(loop)  # which passes messages, and little else
         self._direct.start()
         for frontend in self._frontends:
             self._begin(frontend)

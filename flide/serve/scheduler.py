@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from flide.runtime.decision import Decision
 from flide.runtime.rounds import OptionLogits, Runnable
@@ -27,16 +28,18 @@ Submit = Callable[[Any], "Future[Any]"]
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request on its way.
+    """A request on its way, as long as a block lasts: outside nobody waits for it any more, and it is dropped unless it
+    runs.
 
     Attributes:
         key: name of who asks.
         tokens: rows it takes of a round, unless some are reused.
         expected: rows that it probably takes, once it has started.
         arrived, started, ended: seconds on the monotonic clock.
-        answer: of the engine.
+        answer: of the engine; or what the engine raised, or 503.
     """
 
+    scheduler: Scheduler = field(repr=False)
     prepared: Runnable
     key: str
     tokens: int
@@ -46,6 +49,19 @@ class Ticket:
     ended: float | None = None
     expected: int = 0
     running: Future[Any] | None = field(default=None, repr=False)
+    expiry: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+        self.scheduler._leave(self)
 
     @property
     def waited(self) -> float:
@@ -91,13 +107,12 @@ class Scheduler:
         self._per_key: dict[str, int] = {}
         self.waiting = self.waiting_tokens = self.running_tokens = 0
         self._draining = False
+        self._thread: int | None = None
         self._last_end = time.monotonic()
         self._computed = 1.0  # share of the tokens of late requests that were not reused
 
-    @contextlib.contextmanager
-    def ticket(self, prepared: Runnable, key: str) -> Iterator[Ticket]:
-        """A request's place in the queue. Its ``answer`` is to be awaited inside, and raises what the engine raised, or
-        503; outside nobody waits for it any more, and it is dropped unless it runs.
+    def ticket(self, prepared: Runnable, key: str) -> Ticket:
+        """A request's place in the queue, to be entered.
 
         Raises:
             Fault: 429, 503, 529.
@@ -111,19 +126,16 @@ class Scheduler:
             self.waiting and self.waiting_tokens + tokens > self._max_waiting_tokens
         ):
             self._make_room(key, tokens)
-        loop = asyncio.get_running_loop()
-        ticket = Ticket(prepared, key, tokens, time.monotonic(), loop.create_future())
+        loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        ticket = Ticket(self, prepared, key, tokens, time.monotonic(), loop.create_future())
         self._per_key[key] = self._per_key.get(key, 0) + 1
         self._waiting.append(key, ticket)
         self.waiting += 1
         self.waiting_tokens += tokens
-        expiry = loop.call_later(self._max_wait, self._expire, ticket)
-        try:
-            self._pump()
-            yield ticket
-        finally:
-            expiry.cancel()
-            self._leave(ticket)
+        self._pump()
+        if ticket.started is None:
+            ticket.expiry = loop.call_later(self._max_wait, self._expire, ticket)
+        return ticket
 
     @property
     def stuck_for(self) -> float:
@@ -176,7 +188,10 @@ class Scheduler:
             ticket.running.add_done_callback(functools.partial(self._finish_soon, ticket))
 
     def _finish_soon(self, ticket: Ticket, _: Future[Any]) -> None:
-        """On the engine's thread."""
+        """On the engine's thread, which may be this one."""
+        if threading.get_ident() == self._thread:
+            self._finish(ticket)
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             ticket.answer.get_loop().call_soon_threadsafe(self._finish, ticket)
 

@@ -1,0 +1,174 @@
+"""The engine on an event loop's thread, in a process whose loop has little else to do.
+
+A request that comes over a socket is planned, packed and launched by the thread that read it, and that thread looks
+again and again whether the device is done: nobody has to be woken, and no two threads share an interpreter. While one
+round runs the next is started, as late as may be, so that as many as may be are in it.
+
+Only for devices that work by themselves (``RoundRunner.can_change_threads``): others would hold the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from functools import partial
+
+from flide.runtime.plan import RoundPlan
+from flide.runtime.rounds import RoundRunner
+from flide.runtime.worker import Job, Round, closed_error, forked_error, next_round
+
+logger = logging.getLogger("flide.engine")
+
+AHEAD = 2e-3  # seconds before the end of a round in which the next one is planned, packed and launched
+WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
+LOOK = 1e-3
+FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
+
+
+class LoopWorker:
+    """Runs rounds on a loop's thread, where it is made. As :class:`flide.runtime.worker.Worker` otherwise.
+
+    Args:
+        runner: that was started.
+        loop: whose thread this is.
+    """
+
+    def __init__(self, runner: RoundRunner, loop: asyncio.AbstractEventLoop) -> None:
+        assert runner.can_change_threads, "a round would hold the loop"
+        self._runner, self._loop = runner, loop
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._waiting: deque[Job] = deque()
+        self._running: Round | None = None
+        self._following: Round | None = None
+        self._held: tuple[list[Job], RoundPlan] | None = None  # to be run alone
+        self._is_stepping, self._closed = False, False
+        self._began = 0.0  # when the round that runs had the device
+        self._seconds: dict[int, float] = {}  # how long rounds of so many rows last
+        runner.run_on_this_thread()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check(self) -> None:
+        """See that jobs can be submitted.
+
+        Raises:
+            RuntimeError: they cannot: closed, or forked.
+        """
+        if self._closed:
+            raise closed_error()
+        if self._process != os.getpid():
+            raise forked_error()
+
+    def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
+        """Queue jobs, all or none. Their futures end in any case: with a result, an error or cancelled.
+
+        Args:
+            jobs: to run.
+            waits: this thread is going to wait for them.
+
+        Raises:
+            RuntimeError: as :meth:`check`; or the loop's thread would wait for itself.
+        """
+        self.check()
+        if threading.get_ident() != self._thread:
+            self._loop.call_soon_threadsafe(self._take, jobs)
+            return
+        if waits:
+            raise RuntimeError("this thread runs the engine and cannot wait for it: use adecide")
+        self._take(jobs)
+
+    def close(self) -> None:
+        """Finish what was submitted."""
+        self._closed = True
+        if threading.get_ident() == self._thread or not self._loop.is_running():
+            self._finish_all()
+            return
+        done = threading.Event()
+
+        def finish() -> None:
+            self._finish_all()
+            done.set()
+
+        self._loop.call_soon_threadsafe(finish)
+        done.wait()
+
+    def _take(self, jobs: list[Job]) -> None:
+        self._waiting.extend(jobs)
+        try:
+            self._runner.expect(job.prepared for job in jobs)
+        except Exception:  # what is not brought ahead is looked for when its round is planned
+            logger.exception("checkpoints could not be brought ahead")
+        if self._running is None and not self._is_stepping:
+            self._step()
+
+    def _step(self) -> None:
+        """End what has ended, start what is to be started, and come again while anything runs."""
+        self._is_stepping = True
+        try:
+            while self._running is not None and self._running.is_done():
+                self._end()
+            self._start()
+        finally:
+            self._is_stepping = False
+        if self._running is None:
+            if self._waiting:  # all that was taken had been cancelled
+                self._loop.call_soon(self._step)
+        elif self._time_left() > WATCHED:
+            self._loop.call_later(LOOK, self._step)
+        else:
+            self._loop.call_soon(self._step)
+
+    def _end(self) -> None:
+        """Deliver the answers of the round that runs; meanwhile the device has the following one."""
+        ended, self._running, self._following = self._running, self._following, None
+        assert ended is not None
+        now = time.perf_counter()
+        kind, seconds = _kind(ended.rows), now - self._began
+        # The shortest of late: what takes longer once does so for reasons of its own.
+        self._seconds[kind] = min(seconds, 1.02 * self._seconds.get(kind, seconds))
+        self._began = now
+        ended.finish()
+
+    def _start(self) -> None:
+        """Start a round, if one can be started now."""
+        if self._running is None:
+            if self._held is not None or self._waiting:
+                batch, plan = self._held or next_round(self._waiting, self._runner)
+                self._held = None
+                self._began = time.perf_counter()
+                self._running = self._round(batch, plan)
+        elif self._waiting and self._following is None and self._held is None and self._time_left() < AHEAD:
+            batch, plan = next_round(self._waiting, self._runner, len(self._running))
+            if batch and not plan.fits:  # starting it may take long: nothing was captured for it
+                self._held = batch, plan
+            else:
+                self._following = self._round(batch, plan)
+
+    def _round(self, batch: list[Job], plan: RoundPlan) -> Round | None:
+        return Round(self._runner, batch, partial(self._runner.begin, plan), rows=plan.rows) if batch else None
+
+    def _time_left(self) -> float:
+        """Seconds for which the round that runs will go on, as far as is known."""
+        assert self._running is not None
+        return self._began + self._seconds.get(_kind(self._running.rows), 0.0) - time.perf_counter()
+
+    def _finish_all(self) -> None:
+        self._runner.run_on_this_thread()
+        while self._running is not None or self._held is not None or self._waiting:
+            if self._running is not None:
+                self._end()
+            self._start()
+
+
+def _kind(rows: int) -> int:
+    return int(FINENESS * math.log2(max(1, rows)))
+
+
+__all__ = ["LoopWorker"]

@@ -1,0 +1,349 @@
+"""The engine on a loop's thread: whatever is cancelled, closed or raised, every future ends, and nothing is waited for
+but the device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from flide.runtime import StreamCapacity
+from flide.runtime.loop_worker import AHEAD, LoopWorker
+from flide.runtime.worker import ENOUGH, Job
+from tests.runtime.test_worker import TIMEOUT, Picky, Runner, jobs_of
+
+
+class Device(Runner):
+    """Rounds that are done when they are told, or after some seconds."""
+
+    starts_ahead = can_change_threads = True
+
+    def __init__(self, *, seconds: float | None = None, max_tokens: int = 100) -> None:
+        super().__init__()
+        self.limit = StreamCapacity(max_tokens, 1 << 20, 1 << 20)
+        self.seconds, self.pending = seconds, []
+        self.begun: list[float] = []
+        self.fail: Callable[[list[Any]], None] = lambda names: None
+        self.free = 0.0  # when the device is
+
+    def run_on_this_thread(self) -> None:
+        self.thread = threading.current_thread()
+
+    def begin(self, plan: Any) -> Any:
+        assert threading.current_thread() is self.thread
+        names = [request.name for request in plan.requests]
+        self.before(names)
+        self.rounds.append(names)
+        now = time.perf_counter()
+        self.begun.append(now)
+        self.free = max(self.free, now) + (self.seconds or 0.0)
+        pending = Round(self, names, self.free)
+        self.pending.append(pending)
+        return pending
+
+
+class Round:
+    def __init__(self, device: Device, names: list[Any], end: float) -> None:
+        self.device, self.names, self.end = device, names, end
+        self.told = False
+
+    def is_done(self) -> bool:
+        return self.told if self.device.seconds is None else time.perf_counter() >= self.end
+
+    def results(self) -> list[Any]:
+        if not self.told and self.device.seconds is not None:
+            time.sleep(max(0.0, self.end - time.perf_counter()))
+        self.device.fail(self.names)
+        return [f"answer to {name}" for name in self.names]
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), TIMEOUT))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def worker_of(device: Any) -> LoopWorker:
+    return LoopWorker(device, asyncio.get_running_loop())
+
+
+async def answer(job: Any) -> Any:
+    return await asyncio.wrap_future(job.future)
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@on_a_loop
+async def test_a_round_begins_at_once_and_its_end_is_seen() -> None:
+    device = Device()
+    worker = worker_of(device)
+    (job,) = jobs_of("a")
+    worker.submit([job])
+    assert device.rounds == [["a"]]
+    await turns()
+    assert not job.future.done()
+    device.pending[0].told = True
+    assert await answer(job) == "answer to a"
+    await turns()
+    assert device.rounds == [["a"]], "nothing runs where nothing waits"
+
+
+@on_a_loop
+async def test_of_rounds_of_unknown_length_the_next_one_is_started_while_one_runs_and_no_third() -> None:
+    device = Device()
+    worker = worker_of(device)
+    jobs = jobs_of(*"abcde")
+    worker.submit(jobs[:1])
+    worker.submit(jobs[1:3])
+    await turns()
+    assert device.rounds == [["a"], ["b", "c"]]
+    worker.submit(jobs[3:])
+    await turns()
+    assert len(device.rounds) == 2
+    device.pending[0].told = True
+    await answer(jobs[0])
+    await turns()
+    assert device.rounds[2:] == [["d", "e"]]
+    assert not jobs[1].future.done()
+    for pending in device.pending:
+        pending.told = True
+    assert [await answer(job) for job in jobs] == [f"answer to {name}" for name in "abcde"]
+
+
+@on_a_loop
+async def test_of_known_length_it_is_started_as_late_as_may_be() -> None:
+    device = Device(seconds=0.05)
+    worker = worker_of(device)
+    (first,) = jobs_of("first")
+    worker.submit([first])
+    await answer(first)
+    (second,) = jobs_of("second")
+    begun = time.perf_counter()
+    worker.submit([second])
+    jobs = []
+    for number in range(3):
+        await asyncio.sleep(0.01)
+        jobs += jobs_of(number)
+        worker.submit(jobs[-1:])
+    for job in (second, *jobs):
+        await answer(job)
+    assert device.rounds == [["first"], ["second"], [0, 1, 2]]
+    assert 0.05 - 5 * AHEAD < device.begun[2] - begun < 0.1
+
+
+@on_a_loop
+async def test_while_a_round_runs_the_next_one_is_half_of_all() -> None:
+    device = Device(max_tokens=100 * ENOUGH)
+    worker = worker_of(device)
+    worker.submit(jobs_of(0, num_tokens=ENOUGH))
+    worker.submit(jobs_of(*range(1, 6), num_tokens=ENOUGH))
+    await turns()
+    assert device.rounds == [[0], [1, 2, 3]]
+
+
+@on_a_loop
+async def test_a_round_that_nothing_was_captured_for_waits_for_the_one_before_it() -> None:
+    device = Device(max_tokens=10)
+    worker = worker_of(device)
+    small, large = jobs_of("small", num_tokens=5) + jobs_of("large", num_tokens=11)
+    worker.submit([small])
+    worker.submit([large])
+    await turns()
+    assert device.rounds == [["small"]]
+    device.pending[0].told = True
+    await answer(small)
+    await turns()
+    assert device.rounds == [["small"], ["large"]]
+    device.pending[1].told = True
+    assert await answer(large) == "answer to large"
+
+
+@on_a_loop
+async def test_cancelled_jobs_are_dropped_and_leave_nothing_that_is_waited_for() -> None:
+    device = Device()
+    worker = worker_of(device)
+    first, *others = jobs_of("first", "a", "b")
+    for job in others:
+        job.future.cancel()
+    worker.submit(others)
+    await turns()
+    assert not device.rounds
+    worker.submit([first])
+    device.pending[0].told = True
+    assert await answer(first) == "answer to first"
+    # What is cancelled while something runs takes no room.
+    running, cancelled, last = jobs_of("running", "cancelled", "last")
+    worker.submit([running])
+    cancelled.future.cancel()
+    worker.submit([cancelled, last])
+    await turns()
+    assert device.rounds[1:] == [["running"], ["last"]]
+    for pending in device.pending:
+        pending.told = True
+    await answer(last)
+
+
+@on_a_loop
+async def test_who_is_answered_can_ask_again_at_once() -> None:
+    device = Device()
+    worker = worker_of(device)
+    first, second = jobs_of("first", "second")
+    first.future.add_done_callback(lambda _: worker.submit([second]))
+    worker.submit([first])
+    device.pending[0].told = True
+    await answer(first)
+    await turns()
+    device.pending[1].told = True
+    assert await answer(second) == "answer to second"
+
+
+@on_a_loop
+async def test_other_threads_can_ask_and_wait_and_this_one_cannot_wait() -> None:
+    device = Device(seconds=0.001)
+    worker = worker_of(device)
+
+    def ask() -> Any:
+        (job,) = jobs_of("a")
+        worker.submit([job], waits=True)
+        return job.future.result(TIMEOUT)
+
+    assert await asyncio.to_thread(ask) == "answer to a"
+    with pytest.raises(RuntimeError, match="cannot wait"):
+        worker.submit(jobs_of("b"), waits=True)
+    assert device.rounds == [["a"]]
+
+
+@on_a_loop
+async def test_closing_on_the_loop_finishes_what_was_submitted() -> None:
+    device = Device(seconds=0.01, max_tokens=10)
+    worker = worker_of(device)
+    jobs = jobs_of(*range(5), num_tokens=3) + jobs_of("large", num_tokens=11)
+    worker.submit(jobs)
+    worker.close()
+    assert all(job.future.done() for job in jobs)
+    assert worker.closed
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.submit(jobs_of("late"))
+    await turns()
+    worker.close()
+
+
+@on_a_loop
+async def test_another_thread_can_close() -> None:
+    worker = worker_of(Device(seconds=0.01))
+    jobs = jobs_of(*range(3))
+    worker.submit(jobs)
+    await asyncio.to_thread(worker.close)
+    assert all(job.future.done() for job in jobs)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_when_the_loop_has_ended_closing_still_finishes(elsewhere: bool) -> None:
+    device, jobs = Device(seconds=0.02), jobs_of(*"ab")
+
+    async def submit() -> LoopWorker:
+        worker = worker_of(device)
+        worker.submit(jobs[:1])
+        worker.submit(jobs[1:])
+        return worker
+
+    worker = asyncio.run(submit())
+    if elsewhere:
+        thread = threading.Thread(target=worker.close)
+        thread.start()
+        thread.join(TIMEOUT)
+    else:
+        worker.close()
+    assert [job.future.result(0) for job in jobs] == ["answer to a", "answer to b"]
+
+
+@on_a_loop
+async def test_a_round_that_cannot_begin_and_one_that_fails_at_its_end_are_told_and_the_next_one_runs() -> None:
+    device = Device(seconds=0.0)
+    worker = worker_of(device)
+
+    def refuse(names: list[Any]) -> None:
+        if "bad" in names:
+            raise ValueError("no")
+
+    device.before = refuse
+    good, bad = jobs_of("good", "bad")
+    worker.submit([good, bad])
+    assert await answer(good) == "answer to good"
+    with pytest.raises(ValueError, match="no"):
+        await answer(bad)
+    device.before, device.fail = lambda names: None, refuse
+    good, bad = jobs_of("good", "bad")
+    worker.submit([good, bad])
+    assert await answer(good) == "answer to good"
+    with pytest.raises(ValueError, match="no"):
+        await answer(bad)
+
+
+@on_a_loop
+async def test_a_device_that_cannot_be_asked_has_failed() -> None:
+    device = Device()
+    worker = worker_of(device)
+    (job,) = jobs_of("a")
+    worker.submit([job])
+
+    def broken() -> bool:
+        raise RuntimeError("an illegal address")
+
+    def fail(names: list[Any]) -> None:
+        raise RuntimeError("an illegal address")
+
+    device.pending[0].is_done, device.fail = broken, fail
+    with pytest.raises(RuntimeError, match="illegal"):
+        await answer(job)
+
+
+class PickyDevice(Picky, Device):
+    def __init__(self, check: Callable[[Any], None]) -> None:
+        Device.__init__(self, seconds=0.0)
+        self.check = check
+
+    begin = Device.begin
+
+
+@on_a_loop
+async def test_a_request_that_cannot_be_planned_fails_alone() -> None:
+    def check(name: Any) -> None:
+        if name == "bad":
+            raise ValueError("no")
+
+    worker = worker_of(PickyDevice(check))
+    jobs = jobs_of("bad", "good")
+    worker.submit(jobs)
+    assert await answer(jobs[1]) == "answer to good"
+    with pytest.raises(ValueError, match="no"):
+        await answer(jobs[0])
+    only = jobs_of("bad")
+    worker.submit(only)
+    with pytest.raises(ValueError, match="no"):
+        await answer(only[0])
+
+
+@on_a_loop
+async def test_many_who_ask_again_and_again_are_all_answered() -> None:
+    device = Device(seconds=0.002, max_tokens=8)
+    worker = worker_of(device)
+
+    async def ask(client: int) -> None:
+        for number in range(20):
+            job = Job(jobs_of((client, number))[0].prepared)
+            worker.submit([job])
+            assert await answer(job) == f"answer to {(client, number)}"
+
+    await asyncio.gather(*map(ask, range(30)))
+    assert sum(map(len, device.rounds)) == 600
+    assert max(map(len, device.rounds)) == 8
