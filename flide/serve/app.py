@@ -8,15 +8,13 @@ import functools
 import json
 import logging
 import os
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -27,34 +25,32 @@ from flide.errors import RequestError
 from flide.runtime.decision import Decision, num_options
 from flide.runtime.engine import Engine
 from flide.runtime.known_bodies import KnownBodies
+from flide.runtime.questionnaire import Questionnaire
 from flide.runtime.request import DecisionRequest
 from flide.runtime.rounds import PreparedRequest
-from flide.runtime.strict_json import parse_json
-from flide.runtime.wire import parse_body, place
+from flide.runtime.wire import place
 from flide.serve import faults
 from flide.serve.backend import Backend, LocalBackend
-from flide.serve.body import Body, Room, known_encoding, read_body
+from flide.serve.body import SHORT, Body, Held, Room, known_encoding, read_body
+from flide.serve.call import REQUEST_ID, Call, Patience, ids
 from flide.serve.config import ServeConfig
-from flide.serve.decisions import Translated, in_this_shape, is_systemone, refusal, translate
+from flide.serve.decisions import refusal
 from flide.serve.docs_page import POLICY, docs_page
 from flide.serve.extras import extras
 from flide.serve.faults import Fault
-from flide.serve.keys import ANYONE
 from flide.serve.openapi import document
-from flide.serve.protocol import ON_LEAVING, OnLeaving
+from flide.serve.shapes import Decisions, Shape, SystemOne, refusal_of_systemone, to_json
 from flide.serve.turns import Turns
 
 logger = logging.getLogger("flide.serve")
 
 ALIAS = "jev-latest"  # always served
-REQUEST_ID = "x-typesafe-request-id"
-OPENAI_REQUEST_ID = "x-request-id"  # the same id
+_IS_JSON = b"content-type", b"application/json"
 MOST_READERS = 8
 # Of a short body that is read on the event loop: questions, where others are there, and characters of prompts, counting
 # instructions once for each option, as some formats repeat them. A millionth of a second each at worst.
 FEW_QUESTIONS, FEW_CHARACTERS = 8, 1 << 16
-Handler = Callable[[Request], Awaitable[Response]]
-Parse = Callable[[bytes], DecisionRequest]
+Handler = Callable[[Call], Awaitable[Response]]
 
 
 class DecisionServer:
@@ -86,15 +82,22 @@ class DecisionServer:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
+        posts = {
+            "/v1/systemone": self._route(self.systemone),
+            "/v1/decisions": self._route(self.decisions),
+        }
+        gets = {
+            "/v1/models": self._route(self.models),
+            "/health": self._route(self.health, open=True),
+            "/ready": self._route(self.ready, open=True),
+            "/metrics": self._route(self.prometheus),
+            "/openapi.json": self._route(self.openapi),
+            "/docs": self._route(self.docs),
+        }
         routes = [
-            Route("/v1/systemone", self._route(self.systemone), methods=["POST"]),
-            Route("/v1/decisions", self._route(self.decisions), methods=["POST"]),
-            Route("/v1/models", self._route(self.models), methods=["GET"]),
-            Route("/health", self._route(self.health, open=True), methods=["GET"]),
-            Route("/ready", self._route(self.ready, open=True), methods=["GET"]),
-            Route("/metrics", self._route(self.prometheus), methods=["GET"]),
-            Route("/openapi.json", self._route(self.openapi), methods=["GET"]),
-            Route("/docs", self._route(self.docs), methods=["GET"]),
+            Route(path, _endpoint(handler), methods=[method])
+            for method, handlers in (("POST", posts), ("GET", gets))
+            for path, handler in handlers.items()
         ]
         starlette = Starlette(
             routes=routes,
@@ -102,118 +105,101 @@ class DecisionServer:
             exception_handlers={404: _no_such_route, 405: _no_such_method},
         )
         starlette.router.redirect_slashes = False  # official clients follow no redirect
-        direct = {route.path: route.endpoint for route in routes if route.methods == {"POST"}}
-        return _Envelope(starlette, direct, self.config)
+        return _Envelope(starlette, posts, self.config)
 
-    async def systemone(self, request: Request) -> Response:
-        key: str = request.state.key
-        decision, headers = await self._decide(request, lambda body: self._known.parse(body, key))
-        return _Json({**decision.to_dict(), **extras(decision, self.backend.reader.model_hash)}, headers=headers)
+    async def systemone(self, call: Call) -> Response:
+        return await self._decide(call, SystemOne(self._known, call.key))
 
-    async def decisions(self, request: Request) -> Response:
+    async def decisions(self, call: Call) -> Response:
         """OpenAI's shape, and System One's as on its own route."""
-        translated: Translated | None = None
+        return await self._decide(call, Decisions(call))
 
-        def parse(body: bytes) -> DecisionRequest:
-            nonlocal translated
-            parsed = parse_json(body)
-            if is_systemone(parsed):
-                request.state.refusal = _refusal
-                return parse_body(parsed)
-            translated = translate(parsed)
-            return translated.request
-
-        def tell(error: RequestError) -> RequestError:
-            return error if translated is None else in_this_shape(error)
-
-        decision, headers = await self._decide(request, parse, tell)
-        answer = decision.to_dict() if translated is None else translated.response(decision)
-        return _Json({**answer, **extras(decision, self.backend.reader.model_hash)}, headers=headers)
-
-    async def _decide(
-        self, request: Request, parse: Parse, tell: Callable[[RequestError], RequestError] = lambda error: error
-    ) -> tuple[Decision, dict[str, str]]:
-        """The decision under the name of the model that is served, and headers for its response.
-
-        Args:
-            request: whose body it is about.
-            parse: the body.
-            tell: in the route's words what is wrong with a request that was parsed.
-        """
+    async def _decide(self, call: Call, shape: Shape) -> Response:
+        """The decision under the name of the model that is served, in the shape of a route."""
         began = time.perf_counter()
-        with self._room.hold() as grow:
-            body = await self._body(request, grow)
-            async with self._patience(request):
-                prepared = await self._read(request, parse, tell, body)
+        with self._room.hold() as held:
+            body = await self._body(call, held)
+            self._deciding += 1
+            patience = Patience(call, self.config.request_timeout)
+            try:
+                prepared = await self._read(call, shape, body, patience)
                 del body
-                grow(0)
+                held.grow(0)
                 read = time.perf_counter()
-                with self.backend.ticket(prepared, request.state.key) as ticket:
-                    await ticket.answer
-        decision = ticket.answer.result()
-        wait, run = ticket.waited, ticket.ran
+                with self.backend.ticket(prepared, call.key) as ticket:
+                    decision = await patience.wait(ticket.answer)
+                wait, run = ticket.waited, ticket.ran
+                timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
+                answer = shape.answer(Decision(self.names[0], decision.answers, decision.usage))
+                content = to_json({**answer, **extras(decision, self.backend.reader.model_hash)})
+                response = call.answer(200, [_IS_JSON, (b"server-timing", timing.encode())], content)
+            finally:
+                self._deciding -= 1
+                patience.close()
         self.counts.answered([answer.type for answer in decision.answers.values()], wait, run)
-        timing = f"read;dur={1e3 * (read - began):.2f}, wait;dur={1e3 * wait:.2f}, run;dur={1e3 * run:.2f}"
-        return Decision(self.names[0], decision.answers, decision.usage), {"Server-Timing": timing}
+        return response
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, call: Call) -> Response:
         names = dict.fromkeys([*self.names, ALIAS])
         return JSONResponse(
             {"models": [{"name": name, "description": "", "release_date": self._started} for name in names]}
         )
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, call: Call) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(self, request: Request) -> Response:
+    async def ready(self, call: Call) -> Response:
         if self.backend.closed:
             raise faults.unavailable("The engine is closed.")
         if await self.backend.stuck_for() > self.config.stuck_after:
             raise faults.unavailable("The engine has not answered for a while.")
         return JSONResponse({"status": "ready"})
 
-    async def prometheus(self, request: Request) -> Response:
+    async def prometheus(self, call: Call) -> Response:
         return Response(await self.backend.metrics(), media_type="text/plain; version=0.0.4")
 
-    async def openapi(self, request: Request) -> Response:
+    async def openapi(self, call: Call) -> Response:
         return JSONResponse(self._document)
 
-    async def docs(self, request: Request) -> Response:
+    async def docs(self, call: Call) -> Response:
         return HTMLResponse(docs_page(self._document), headers={"Content-Security-Policy": POLICY})
 
-    async def _body(self, request: Request, grow: Callable[[int], None]) -> Body:
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    async def _body(self, call: Call, held: Held) -> Body:
+        kind = (call.header(b"content-type") or "application/json").partition(";")[0].strip().lower()
         if kind == "multipart/form-data":  # as official clients send images
             message = "Multipart bodies are not supported: only text can be read"
             raise faults.invalid(RequestError([{"loc": ["body"], "msg": message, "type": "value_error"}]))
         if kind not in ("application/json", "") and not kind.endswith("+json"):
             raise faults.unsupported_media("Content-Type should be application/json: only text can be read.")
-        encoding, limit = known_encoding(request.headers.get("content-encoding", "")), self.config.max_body_bytes
-        declared = request.headers.get("content-length")
-        timeout = self.config.body_timeout
-        packed = await read_body(request.stream(), declared=declared, max_bytes=limit, timeout=timeout, grow=grow)
+        encoding, limit = known_encoding(call.header(b"content-encoding") or ""), self.config.max_body_bytes
+        packed = call.body
+        if packed is None or len(packed) > limit:
+            declared, timeout = call.header(b"content-length"), self.config.body_timeout
+            packed = await read_body(call.chunks(), declared=declared, max_bytes=limit, timeout=timeout, grow=held.grow)
+        else:
+            held.grow(len(packed))
         return Body(packed, encoding, limit)
 
-    async def _read(
-        self, request: Request, parse: Parse, tell: Callable[[RequestError], RequestError], body: Body
-    ) -> PreparedRequest:
+    async def _read(self, call: Call, shape: Shape, body: Body, patience: Patience) -> PreparedRequest:
         """The request in a body, made ready; off the event loop unless little is asked, or at least nothing else."""
-        key: str = request.state.key
 
         def admit(parsed: DecisionRequest) -> PreparedRequest:
             try:
-                return self._admit(parsed, key)
+                return self._admit(parsed, call.key)
             except RequestError as error:
-                raise tell(error) from None
+                raise shape.tell(error) from None
+
+        def on_a_reader(work: Callable[[], PreparedRequest]) -> Awaitable[PreparedRequest]:
+            return patience.wait(asyncio.ensure_future(self._on_a_reader(call.key, work)))
 
         try:
-            if not body.is_short:
-                return await self._on_a_reader(key, lambda: admit(parse(body.unpack())))
-            parsed = parse(body.unpack())
+            if not (body.is_plain and shape.new_bytes(body.packed) <= SHORT):
+                return await on_a_reader(lambda: admit(shape.parse(body.unpack())))
+            parsed = shape.parse(body.packed)
             is_little = self._deciding == 1 or len(parsed.questions) <= FEW_QUESTIONS
             if is_little and _most_instructions(parsed, len(body.packed)) <= FEW_CHARACTERS:
                 return admit(parsed)
-            return await self._on_a_reader(key, lambda: admit(parsed))
+            return await on_a_reader(lambda: admit(parsed))
         except RequestError as error:
             raise faults.invalid(error) from None
 
@@ -234,60 +220,28 @@ class DecisionServer:
         if name != ALIAS and name not in self.names:
             raise faults.no_such_model()
 
-    @contextlib.asynccontextmanager
-    async def _patience(self, request: Request) -> AsyncIterator[None]:
-        """The block is cancelled where the client leaves, or where it takes too long."""
-        has_left, watching = False, None
-        leaving: OnLeaving | None = request.scope.get(ON_LEAVING)
-        self._deciding += 1
-        try:
-            async with asyncio.timeout(self.config.request_timeout) as limit:
-
-                def leave() -> None:
-                    nonlocal has_left
-                    has_left = True
-                    _end_now(limit)
-
-                if leaving is not None:
-                    leaving.call = leave
-                else:  # another server's connection, which can only be waited for
-                    watching = asyncio.ensure_future(_gone(request))
-                    watching.add_done_callback(lambda task: None if task.cancelled() else leave())
-                yield
-        except TimeoutError:
-            if has_left:
-                raise ClientDisconnect from None
-            raise faults.unavailable("The request took too long.") from None
-        finally:
-            self._deciding -= 1
-            if leaving is not None:
-                leaving.call = None
-            if watching is not None:
-                watching.cancel()
-
     def _route(self, handler: Handler, *, open: bool = False) -> Handler:
         """A handler behind its key, whose faults become responses and are counted."""
         name = handler.__name__
 
         @functools.wraps(handler)
-        async def handle(request: Request) -> Response:
+        async def handle(call: Call) -> Response:
             try:
-                request.state.key, request.state.refusal = ANYONE, _refusal_at(request.scope["path"])
                 if self.config.keys is not None and not open:
-                    request.state.key = self.config.keys.holder(request.headers.get("authorization"))
-                response = await handler(request)
+                    call.key = self.config.keys.holder(call.header(b"authorization"))
+                response = await handler(call)
             except Fault as fault:
                 self.counts.reject(fault.reason)
-                response = request.state.refusal(fault)
+                response = call.refusal(fault)
             except ClientDisconnect:
                 self.counts.reject("disconnected")
                 response = Response(status_code=499)
             except Exception as error:  # noqa: BLE001 - one request must not take others down
                 # The text of an error may quote what was sent.
-                logger.error("request %s failed: %s", request.state.request_id, type(error).__name__)
+                logger.error("request %s failed: %s", call.request_id, type(error).__name__)
                 failure = faults.unavailable("The engine is closed.") if self.backend.closed else faults.broken()
                 self.counts.reject(failure.reason)
-                response = request.state.refusal(failure)
+                response = call.refusal(failure)
             self.counts.request(name, response.status_code)
             return response
 
@@ -305,18 +259,6 @@ class DecisionServer:
     def end(self) -> None:
         """Stop the threads that read; once nothing is read any more."""
         self._readers.shutdown(cancel_futures=True)
-
-
-class _Json(JSONResponse):
-    """Starlette's, written by orjson: numbers are most of an answer, and it writes these ten times as fast."""
-
-    def render(self, content: Any) -> bytes:
-        try:
-            written = orjson.dumps(content)
-        except orjson.JSONEncodeError:  # of integers with more than 64 bits, which levels of a score may hold
-            return super().render(content)
-        # NaN would be null, too: where there is one, Starlette's writes it, which refuses NaN.
-        return super().render(content) if b"null" in written else written
 
 
 class _Envelope:
@@ -338,28 +280,42 @@ class _Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        given = headers.get(REQUEST_ID.encode(), b"").decode("latin-1")
+        given = host = ""
+        for name, value in scope["headers"]:
+            if name == REQUEST_ID:
+                given = value.decode("latin-1")
+            elif name == b"host":
+                host = value.decode("latin-1")
         is_good = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-        request_id = given if is_good else f"req_{uuid.uuid4().hex}"
+        request_id = given if is_good else f"req_{secrets.token_hex(16)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                ids = [(name.encode(), request_id.encode()) for name in (REQUEST_ID, OPENAI_REQUEST_ID)]
-                message["headers"] = [*message["headers"], *ids]
+                message["headers"] = [*message["headers"], *ids(request_id)]
             await send(message)
 
-        if self._bound is not None and not _is_this_machine(headers.get(b"host", b"").decode("latin-1"), self._bound):
+        path = scope["path"]
+        if self._bound is not None and not _is_this_machine(host, self._bound):
             fault = Fault.of(403, "permission_error", "The Host header names another machine.")
-            await _refusal_at(scope["path"])(fault)(scope, receive, send_with_id)
+            await _refusal_at(path)(fault)(scope, receive, send_with_id)
             return
-        handler = self._direct.get(scope["path"]) if scope["method"] == "POST" and not scope.get("root_path") else None
+        handler = self._direct.get(path) if scope["method"] == "POST" and not scope.get("root_path") else None
         if handler is None:
             await self._app(scope, receive, send_with_id)
             return
-        response = await handler(Request(scope, receive, send_with_id))
+        response = await handler(Call(scope, receive, send, _refusal_at(path)))
         await response(scope, receive, send_with_id)
+
+
+def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """A handler as Starlette calls it."""
+
+    async def endpoint(request: Request) -> Response:
+        scope = request.scope
+        return await handler(Call(scope, request.receive, request._send, _refusal_at(scope["path"])))
+
+    return endpoint
 
 
 def _is_this_machine(host: str, bound: str) -> bool:
@@ -370,35 +326,27 @@ def _is_this_machine(host: str, bound: str) -> bool:
 def _most_instructions(request: DecisionRequest, size: int) -> int:
     """Characters of all instructions, those of each question once for every option; of other values than strings, that
     of the whole body, of so many bytes."""
-    return sum(
-        num_options(question) * (len(given) if isinstance(given, str) else size)
-        for question in request.questions.values()
-        if (given := question.instructions) is not None
-    )
-
-
-def _end_now(limit: asyncio.Timeout) -> None:
-    with contextlib.suppress(RuntimeError):  # it ended
-        limit.reschedule(0)
-
-
-async def _gone(request: Request) -> None:
-    """Until the client leaves. The body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    questions = request.questions
+    if isinstance(questions, Questionnaire) and questions.characters is not None:
+        return questions.characters
+    characters, is_text = 0, True
+    for question in questions.values():
+        given = question.instructions
+        if given is not None:
+            is_text = is_text and isinstance(given, str)
+            characters += num_options(question) * (len(given) if isinstance(given, str) else size)
+    if isinstance(questions, Questionnaire) and is_text:  # whatever else is in a body
+        questions.characters = characters
+    return characters
 
 
 def _refusal_at(path: str) -> Callable[[Fault], Response]:
     """How a route tells what is wrong, until a body says otherwise."""
-    return refusal if path.endswith("/v1/decisions") else _refusal
-
-
-def _refusal(fault: Fault) -> Response:
-    return JSONResponse({"detail": fault.detail}, status_code=fault.status, headers=fault.headers)
+    return refusal if path.endswith("/v1/decisions") else refusal_of_systemone
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    return _refusal(Fault.of(404, "not_found_error", "There is no such route."))
+    return refusal_of_systemone(Fault.of(404, "not_found_error", "There is no such route."))
 
 
 async def _no_such_method(request: Request, error: Exception) -> Response:

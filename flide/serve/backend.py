@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Self
 
 from flide.runtime.decision import Decision
 from flide.runtime.engine import Engine
@@ -19,12 +18,16 @@ COUNTS_EVERY = 0.2  # seconds in which what happened is counted
 
 
 class Place(Protocol):
-    """A request's place in the queue.
+    """A request's place in the queue, as long as a block lasts.
 
     Attributes:
         answer: the decision, or whatever else became of it.
         waited, ran: seconds, once there is a decision.
     """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     @property
     def answer(self) -> asyncio.Future[Decision]: ...
@@ -53,8 +56,8 @@ class Backend(Protocol):
     async def drain(self) -> None:
         """Take nothing new and wait until all that was taken is answered."""
 
-    def ticket(self, prepared: PreparedRequest, key: str) -> AbstractContextManager[Place]:
-        """A place in the queue: see :meth:`Scheduler.ticket`."""
+    def ticket(self, prepared: PreparedRequest, key: str) -> Place:
+        """A place in the queue, to be entered: see :meth:`Scheduler.ticket`."""
 
     async def stuck_for(self) -> float:
         """Seconds for which the engine, given something to do, has ended nothing."""
@@ -111,7 +114,7 @@ class LocalBackend:
         self._counting = asyncio.get_running_loop().call_later(COUNTS_EVERY, self._count)
         self.counts.catch_up()
 
-    def ticket(self, prepared: Runnable, key: str) -> AbstractContextManager[Ticket]:
+    def ticket(self, prepared: Runnable, key: str) -> Ticket:
         return self.scheduler.ticket(prepared, key)
 
     async def stuck_for(self) -> float:

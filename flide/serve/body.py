@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Self
 
 import zstandard
 
@@ -36,8 +36,9 @@ class Body:
     max_bytes: int
 
     @property
-    def is_short(self) -> bool:
-        return len(self.packed) <= SHORT and self.encoding in ("", "identity")
+    def is_plain(self) -> bool:
+        """Whether there is nothing to unpack."""
+        return self.encoding in ("", "identity")
 
     def unpack(self) -> bytes:
         """See :func:`unpack`."""
@@ -67,27 +68,40 @@ class Room:
     def __init__(self, most: int) -> None:
         self._most, self.held = most, 0
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[Callable[[int], None]]:
-        """Room for one body, as long as the block: to be called with the bytes that it has so far.
+    def hold(self) -> Held:
+        """Room for one body, as long as a block lasts."""
+        return Held(self)
+
+    def _take(self, bytes: int) -> None:
+        if bytes > 0 and self.held + bytes > self._most:
+            raise no_room()
+        self.held += bytes
+
+
+class Held:
+    """See :meth:`Room.hold`."""
+
+    __slots__ = ("_room", "_taken")
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._taken = room, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.grow(0)
+
+    def grow(self, size: int) -> None:
+        """The body has so many bytes now.
 
         Raises:
-            Fault: 529, where it is called.
+            Fault: 529.
         """
-        held = 0
-
-        def grow(size: int) -> None:
-            nonlocal held
-            more = max(0, size - WELCOME) - held
-            if more > 0 and self.held + more > self._most:
-                raise no_room()
-            self.held += more
-            held += more
-
-        try:
-            yield grow
-        finally:
-            self.held -= held
+        more = max(0, size - WELCOME) - self._taken
+        if more:
+            self._room._take(more)
+            self._taken += more
 
 
 async def read_body(
@@ -105,7 +119,7 @@ async def read_body(
         declared: its ``Content-Length``.
         max_bytes: it may have.
         timeout: seconds in which it has to be there.
-        grow: of ``Room.hold``.
+        grow: of ``Held``.
 
     Raises:
         Fault: 408, 413, 529.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import socket
@@ -49,7 +48,7 @@ class _Frontend:
     def __init__(self, backend: LocalBackend, up: Callable[[], None]) -> None:
         self._backend, self._up = backend, up
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tickets: dict[int, contextlib.ExitStack] = {}
+        self._tickets: dict[int, Ticket] = {}
 
     def receive(self, kind: str, *rest: Any) -> None:
         if kind == "ask":
@@ -74,24 +73,23 @@ class _Frontend:
             self._leave(number)
 
     def _ask(self, number: int, key: str, request: LogitsRequest) -> None:
-        stack = contextlib.ExitStack()
         try:
-            ticket = stack.enter_context(self._backend.ticket(request, key))
+            ticket = self._backend.ticket(request, key)
         except Fault as fault:
             self.link.send("failed", number, fault)
             return
-        self._tickets[number] = stack
+        self._tickets[number] = ticket
         ticket.answer.add_done_callback(functools.partial(self._answer, number, ticket))
 
     def _leave(self, number: int) -> None:
         """Nobody waits for an answer any more, or it was given."""
         if number in self._tickets:
-            self._tickets.pop(number).close()
+            self._tickets.pop(number).leave()
 
     def _answer(self, number: int, ticket: Ticket, answer: asyncio.Future[Any]) -> None:
+        error = None if answer.cancelled() else answer.exception()  # asked for even where nobody waits
         if answer.cancelled() or number not in self._tickets:
             return
-        error = answer.exception()
         self._leave(number)
         if error is None:
             self.link.send("answer", number, answer.result(), ticket.waited, ticket.ran)

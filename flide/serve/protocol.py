@@ -6,31 +6,70 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from flide.serve.faults import Fault
 
 MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers; also of trailers, and of what frames a body
 MOST_UPGRADES = 8  # to other protocols, that requests ask for which come together
-ON_LEAVING = "flide.on_leaving"  # where a request's scope has its OnLeaving
+EXCHANGE = "flide.exchange"  # where a request's scope has its Exchange
 HEAD_SECONDS = 10.0  # in which a head has to be there; longer than a connection is kept that sends nothing
 
 
-class OnLeaving:
-    """What is called when the client leaves before it has its response. An object, so that copies of a scope share it.
+class Exchange:
+    """What a connection gives the application, and takes from it, beside ASGI: of a short request that is all, in one
+    step each instead of several. An object, so that copies of a scope share it.
 
     Attributes:
-        call: for the application to set.
+        body: all of the body, where it came together with the head; None where it is to be received.
+        on_leaving: for the application to set: called when the client leaves before it has its response.
     """
 
-    __slots__ = ("call",)
+    __slots__ = ("_cycle", "body", "on_leaving")
 
     def __init__(self) -> None:
-        self.call: Callable[[], None] | None = None
+        self.body: bytes | None = None
+        self.on_leaving: Callable[[], None] | None = None
+        self._cycle: RequestResponseCycle | None = None
+
+    def begin(self, cycle: RequestResponseCycle) -> None:
+        """The head is there."""
+        self._cycle = cycle
+
+    def is_of(self, receive: Any, send: Any) -> bool:
+        """Whether an application was given the connection's own ends: nothing stands between that would change what is
+        received or sent."""
+        return all(getattr(end, "__self__", None) is self._cycle for end in (receive, send))
+
+    def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send a whole response; False where nothing can be sent now, or something was: then ASGI is to be used.
+
+        Args:
+            status: of one that has a body.
+            headers: none that says how the body is framed. Their values have no control characters.
+            body: of a request that was no HEAD.
+        """
+        cycle = self._cycle
+        if cycle is None or cycle.response_started or cycle.disconnected or cycle.flow.write_paused:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"content-length: %d\r\n" % len(body))
+        parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        parts.append(body)
+        cycle.transport.write(b"".join(parts))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -42,23 +81,25 @@ class BoundedProtocol(HttpToolsProtocol):
     _arrived = b""
     _upgrades = 0
     _is_again = False  # a head is read that was read before
+    _head_is_new = False  # what comes now came together with the head
     _refusal: Fault | None = None
     _patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # uvloop sends at once, not when all that is to be done now is done
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
         if self.cycle is not None and self.cycle.disconnected:
-            leaving: OnLeaving = cast(dict[str, Any], self.cycle.scope)[ON_LEAVING]
-            if leaving.call is not None:
-                leaving.call()
+            exchange = _exchange_of(self.cycle.scope)
+            if exchange.on_leaving is not None:
+                exchange.on_leaving()
 
     def data_received(self, data: bytes) -> None:
-        self._came_to_something = False
+        self._came_to_something = self._head_is_new = False
         self._arrived, self._upgrades = data, 0
         super().data_received(data)
         self._idle = 0 if self._came_to_something else self._idle + len(data)
@@ -70,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_again:
             self._named = 0
             super().on_message_begin()
-            cast(dict[str, Any], self.scope)[ON_LEAVING] = OnLeaving()
+            cast(dict[str, Any], self.scope)[EXCHANGE] = Exchange()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_again:
@@ -84,14 +125,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if not self._is_again:
-            self._came_to_something = True
+            self._came_to_something = self._head_is_new = True
             self._stop_waiting()
             super().on_headers_complete()
+            _exchange_of(self.scope).begin(self.cycle)
         self._is_again = False
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            # A longer one has stopped the reading, which goes on where it is received.
+            if self._head_is_new and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+                _exchange_of(self.cycle.scope).body = bytes(self.cycle.body)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Stay with HTTP/1.1, as servers may: Java's client asks every one for HTTP/2. The parser has stopped behind
@@ -147,6 +192,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = Fault.of(408, "request_timeout", message)
             self.send_400_response("")
         self.transport.close()
+
+
+def _exchange_of(scope: Any) -> Exchange:
+    exchange: Exchange = scope[EXCHANGE]
+    return exchange
 
 
 def _too_large() -> Fault:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from flide.errors import ModelOutputError
 from flide.runtime.decision import Decision
@@ -25,10 +24,18 @@ PATIENCE = 2.0  # seconds for a question about the engine, which its process ans
 class RemotePlace:
     """See ``backend.Place``."""
 
+    backend: RemoteBackend
+    number: int
     prepared: PreparedRequest
     answer: asyncio.Future[Decision]
     waited: float = 0.0
     ran: float = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.backend._leave(self.number)
 
     def give_up(self, error: Exception) -> None:
         if not self.answer.done():
@@ -66,21 +73,21 @@ class RemoteBackend:
         if self._link is not None:
             await self._link.close()
 
-    @contextlib.contextmanager
-    def ticket(self, prepared: PreparedRequest, key: str) -> Iterator[RemotePlace]:
+    def ticket(self, prepared: PreparedRequest, key: str) -> RemotePlace:
         if self._draining:
             raise unavailable("The server is shutting down.")
         if self.closed:
             raise _gone()
         number = next(self._numbers)
-        place = RemotePlace(prepared, asyncio.get_running_loop().create_future())
+        self._send("ask", number, key, LogitsRequest.of(prepared))
+        place = RemotePlace(self, number, prepared, asyncio.get_running_loop().create_future())
         self._places[number] = place
-        try:
-            self._send("ask", number, key, LogitsRequest.of(prepared))
-            yield place
-        finally:
-            if self._places.pop(number, None) is not None:
-                self._send("drop", number)
+        return place
+
+    def _leave(self, number: int) -> None:
+        """Nobody waits for an answer any more."""
+        if self._places.pop(number, None) is not None:
+            self._send("drop", number)
 
     async def stuck_for(self) -> float:
         try:

@@ -19,11 +19,11 @@ import zstandard
 
 from flide import Engine, EngineConfig, ModelOutputError
 from flide.runtime.reader import RequestReader
-from flide.serve.app import _Json
 from flide.serve.config import ServeConfig
 from flide.serve.keys import KeyRing
 from flide.serve.metrics import MOST_UNCOUNTED, Metrics
-from flide.serve.protocol import ON_LEAVING, OnLeaving
+from flide.serve.protocol import EXCHANGE, Exchange
+from flide.serve.shapes import to_json
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import running
 from tests.tiny_model import tiny_engine
@@ -76,8 +76,8 @@ def test_levels_come_back_as_they_were_sent(client: httpx.Client) -> None:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_is_never_written(number: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        _Json({"answers": {"q": {"noul": number}}})
-    assert json.loads(_Json({"a": None, "b": 0.1}).body) == {"a": None, "b": 0.1}
+        to_json({"answers": {"q": {"noul": number}}})
+    assert json.loads(to_json({"a": None, "b": 0.1})) == {"a": None, "b": 0.1}
 
 
 def test_packed_and_chunked_bodies_have_the_same_answer(client: httpx.Client) -> None:
@@ -403,7 +403,7 @@ def test_nobody_waits_for_the_answer_of_who_has_left(hanging: Served) -> None:
 @pytest.mark.parametrize("tells", [False, True], ids=["can only be waited for", "tells, through copies of its scope"])
 def test_the_same_on_connections_of_other_kinds(hanging: Served, tells: bool) -> None:
     """Another server's, and ours behind a middleware that copies."""
-    scheduler, left = hanging.decisions.backend.scheduler, OnLeaving()
+    scheduler, left = hanging.decisions.backend.scheduler, Exchange()
     sent: list[dict[str, Any]] = []
 
     async def ask() -> None:
@@ -420,14 +420,14 @@ def test_the_same_on_connections_of_other_kinds(hanging: Served, tells: bool) ->
 
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/systemone", "root_path": "", "headers": headers}
-        scope |= {ON_LEAVING: left} if tells else {}
+        scope |= {EXCHANGE: left} if tells else {}
         asked = asyncio.create_task(hanging.decisions.app()(dict(scope), receive, send))
         while len(scheduler._per_key) != 1:
             await asyncio.sleep(0.01)
         assert not asked.done()
         if tells:
-            assert left.call is not None
-            left.call()
+            assert left.on_leaving is not None
+            left.on_leaving()
         else:
             leaving.set()
         await asyncio.wait_for(asked, 5)
@@ -435,7 +435,7 @@ def test_the_same_on_connections_of_other_kinds(hanging: Served, tells: bool) ->
     asyncio.run(ask())
     assert not scheduler._per_key
     assert sent[0]["status"] == 499
-    assert left.call is None, "nobody is left to be told"
+    assert left.on_leaving is None, "nobody is left to be told"
 
 
 def test_routes_under_a_root_path_are_those_of_starlette(engine: Engine) -> None:

@@ -98,18 +98,19 @@ def test_large_bodies_have_to_fit_and_small_ones_always_do() -> None:
             yield bytes(1000)
 
     def read(size: int) -> int:
-        with room.hold() as grow:
-            return len(asyncio.run(read_body(chunks(size), declared=None, max_bytes=1 << 20, timeout=5, grow=grow)))
+        with room.hold() as held:
+            chunked = read_body(chunks(size), declared=None, max_bytes=1 << 20, timeout=5, grow=held.grow)
+            return len(asyncio.run(chunked))
 
     assert read(WELCOME // 1000 * 1000 + 100_000) > WELCOME
-    with room.hold() as grow:
-        grow(WELCOME + 90_000)
+    with room.hold() as held:
+        held.grow(WELCOME + 90_000)
         assert room.held == 90_000
         assert read(60_000) == 60_000
         with pytest.raises(Fault) as caught:
             read(WELCOME + 20_000)
         assert caught.value.status == 529
         assert caught.value.headers["Connection"] == "close"
-        grow(0)
+        held.grow(0)
         assert read(WELCOME + 20_000) > WELCOME
     assert room.held == 0
