@@ -1,8 +1,9 @@
 """The engine on an event loop's thread, in a process whose loop has little else to do.
 
 A request that comes over a socket is planned, packed and launched by the thread that read it, and that thread looks
-again and again whether the device is done: nobody has to be woken, and no two threads share an interpreter. While one
-round runs the next is started, as late as may be, so that as many as may be are in it.
+again and again whether the device is done: nobody has to be woken, and no two threads share an interpreter. It looks
+for a while longer for who asks again at once, since a core that sleeps takes as long to wake as a short body to be
+parsed. While one round runs the next is started, as late as may be, so that as many as may be are in it.
 
 Only for devices that work by themselves (``RoundRunner.can_change_threads``): others would hold the loop.
 """
@@ -27,6 +28,7 @@ logger = logging.getLogger("flide.engine")
 AHEAD = 2e-3  # seconds before the end of a round in which the next one is planned, packed and launched
 WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
 LOOK = 1e-3
+LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
 
 
@@ -47,7 +49,8 @@ class LoopWorker:
         self._following: Round | None = None
         self._held: tuple[list[Job], RoundPlan] | None = None  # to be run alone
         self._is_stepping, self._closed = False, False
-        self._began = 0.0  # when the round that runs had the device
+        self._began = 0.0  # when the round that runs had the device, or the last one ended
+        self._again: asyncio.Handle | None = None  # of the next look
         self._seconds: dict[int, float] = {}  # how long rounds of so many rows last
         runner.run_on_this_thread()
 
@@ -117,13 +120,16 @@ class LoopWorker:
             self._start()
         finally:
             self._is_stepping = False
-        if self._running is None:
-            if self._waiting:  # all that was taken had been cancelled
-                self._loop.call_soon(self._step)
-        elif self._time_left() > WATCHED:
-            self._loop.call_later(LOOK, self._step)
-        else:
-            self._loop.call_soon(self._step)
+        if self._again is not None:
+            return
+        if self._running is not None and self._time_left() > WATCHED:
+            self._again = self._loop.call_later(LOOK, self._look)
+        elif self._running is not None or self._waiting or time.perf_counter() < self._began + LINGER:
+            self._again = self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._again = None
+        self._step()
 
     def _end(self) -> None:
         """Deliver the answers of the round that runs; meanwhile the device has the following one."""

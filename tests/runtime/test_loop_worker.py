@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flide.runtime import StreamCapacity
-from flide.runtime.loop_worker import AHEAD, LoopWorker
+from flide.runtime.loop_worker import AHEAD, LINGER, LoopWorker
 from flide.runtime.worker import ENOUGH, Job
 from tests.runtime.test_worker import TIMEOUT, Picky, Runner, jobs_of
 
@@ -95,6 +95,9 @@ async def test_a_round_begins_at_once_and_its_end_is_seen() -> None:
     assert await answer(job) == "answer to a"
     await turns()
     assert device.rounds == [["a"]], "nothing runs where nothing waits"
+    assert worker._again is not None, "who asks again at once is waited for"
+    await asyncio.sleep(5 * LINGER)
+    assert worker._again is None, "and nobody else"
 
 
 @on_a_loop
