@@ -279,8 +279,8 @@ class Engine:
         """
         assert self.can_run_on_a_loop, "a round would hold the loop"
         self._worker.check()
-        self._worker.close()
-        self._worker = LoopWorker(self._runner, loop)
+        before, self._worker = self._worker, LoopWorker(self._runner, loop)
+        before.close()  # what others submit meanwhile comes to the loop, which is held here
 
     def close(self) -> None:
         """Finish what was submitted, then stop the engine's thread. Safe to call twice and from any thread."""

@@ -59,14 +59,6 @@ class KnownBodies:
         self._size = 0
         self._lock = threading.Lock()
 
-    def new_bytes(self, data: bytes, owner: str) -> int:
-        """How many bytes of a body are in front of an end that is known; all of them where it is not."""
-        cut = _cut(data) if len(data) <= MAX_VALUES else None
-        if cut is None:
-            return len(data)
-        with self._lock:
-            return cut if (owner, data[cut:]) in self._known else len(data)
-
     def parse(self, data: bytes, owner: str) -> DecisionRequest:
         """``parse_body(parse_json(data))``.
 

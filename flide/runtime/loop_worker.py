@@ -11,6 +11,7 @@ Only for devices that work by themselves (``RoundRunner.can_change_threads``): o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from functools import partial
 
 from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import RoundRunner
-from flide.runtime.worker import Job, Round, closed_error, forked_error, next_round
+from flide.runtime.worker import Job, Round, closed_error, forked_error, next_round, refuse_all
 
 logger = logging.getLogger("flide.engine")
 
@@ -44,6 +45,9 @@ class LoopWorker:
         assert runner.can_change_threads, "a round would hold the loop"
         self._runner, self._loop = runner, loop
         self._thread, self._process = threading.get_ident(), os.getpid()
+        self._arrivals: deque[list[Job]] = deque()  # from other threads
+        self._ended = threading.Event()
+        self._finishing = threading.RLock()  # of a thread that closes where the loop has stopped
         self._waiting: deque[Job] = deque()
         self._running: Round | None = None
         self._following: Round | None = None
@@ -80,27 +84,44 @@ class LoopWorker:
             RuntimeError: as :meth:`check`; or the loop's thread would wait for itself.
         """
         self.check()
-        if threading.get_ident() != self._thread:
-            self._loop.call_soon_threadsafe(self._take, jobs)
+        if threading.get_ident() == self._thread:
+            if waits:
+                raise RuntimeError("this thread runs the engine and cannot wait for it: use adecide")
+            self._take(jobs)
             return
-        if waits:
-            raise RuntimeError("this thread runs the engine and cannot wait for it: use adecide")
-        self._take(jobs)
+        self._arrivals.append(jobs)  # where closing finds them, should the loop have stopped
+        try:
+            self._loop.call_soon_threadsafe(self._receive)
+        except RuntimeError:  # the loop is closed
+            with contextlib.suppress(ValueError):  # closing has found them
+                self._arrivals.remove(jobs)
+                raise closed_error() from None
+        if self._ended.is_set():  # closed meanwhile, and who closed may have looked for the last time
+            self._refuse()
 
     def close(self) -> None:
         """Finish what was submitted."""
         self._closed = True
-        if threading.get_ident() == self._thread or not self._loop.is_running():
-            self._finish_all()
-            return
         done = threading.Event()
 
         def finish() -> None:
             self._finish_all()
             done.set()
 
-        self._loop.call_soon_threadsafe(finish)
-        done.wait()
+        if threading.get_ident() == self._thread:
+            finish()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(finish)
+        while not done.wait(LINGER):
+            if not self._loop.is_running():  # or not any more
+                finish()
+
+    def _receive(self) -> None:
+        """Take what other threads have submitted."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._take(self._arrivals.popleft())
 
     def _take(self, jobs: list[Job]) -> None:
         self._waiting.extend(jobs)
@@ -120,7 +141,10 @@ class LoopWorker:
             self._start()
         finally:
             self._is_stepping = False
-        if self._again is not None:
+            self._come_again()
+
+    def _come_again(self) -> None:
+        if self._again is not None or self._loop.is_closed():
             return
         if self._running is not None and self._time_left() > WATCHED:
             self._again = self._loop.call_later(LOOK, self._look)
@@ -166,7 +190,21 @@ class LoopWorker:
         return self._began + self._seconds.get(_kind(self._running.rows), 0.0) - time.perf_counter()
 
     def _finish_all(self) -> None:
-        self._runner.run_on_this_thread()
+        with self._finishing:
+            self._runner.run_on_this_thread()
+            while self._arrivals:
+                self._waiting.extend(self._arrivals.popleft())
+            self._finish_what_waits()
+        self._ended.set()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Fail everything that came too late."""
+        with contextlib.suppress(IndexError):
+            while True:
+                refuse_all(self._arrivals.popleft())
+
+    def _finish_what_waits(self) -> None:
         while self._running is not None or self._held is not None or self._waiting:
             if self._running is not None:
                 self._end()

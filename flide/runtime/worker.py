@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -257,9 +257,14 @@ def _refuse(arrivals: _Arrivals) -> None:
     """Fail everything that came too late."""
     with contextlib.suppress(queue.Empty):
         while True:
-            for job in arrivals.get_nowait() or ():
-                if job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(closed_error())
+            refuse_all(arrivals.get_nowait() or ())
+
+
+def refuse_all(jobs: Iterable[Job]) -> None:
+    """Fail jobs of an engine that is closed."""
+    for job in jobs:
+        if job.future.set_running_or_notify_cancel():
+            job.future.set_exception(closed_error())
 
 
 def closed_error() -> RuntimeError:
@@ -270,4 +275,4 @@ def forked_error() -> RuntimeError:
     return RuntimeError("an engine does not survive a fork: spawn the process and make an engine in it")
 
 
-__all__ = ["Job", "Round", "Worker", "closed_error", "forked_error", "next_round"]
+__all__ = ["Job", "Round", "Worker", "closed_error", "forked_error", "next_round", "refuse_all"]

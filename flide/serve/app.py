@@ -31,7 +31,7 @@ from flide.runtime.rounds import PreparedRequest
 from flide.runtime.wire import place
 from flide.serve import faults
 from flide.serve.backend import Backend, LocalBackend
-from flide.serve.body import SHORT, Body, Held, Room, known_encoding, read_body
+from flide.serve.body import Body, Held, Room, known_encoding, read_body
 from flide.serve.call import REQUEST_ID, Call, Patience, ids
 from flide.serve.config import ServeConfig
 from flide.serve.decisions import refusal
@@ -193,7 +193,7 @@ class DecisionServer:
             return patience.wait(asyncio.ensure_future(self._on_a_reader(call.key, work)))
 
         try:
-            if not (body.is_plain and shape.new_bytes(body.packed) <= SHORT):
+            if not body.is_short:
                 return await on_a_reader(lambda: admit(shape.parse(body.unpack())))
             parsed = shape.parse(body.packed)
             is_little = self._deciding == 1 or len(parsed.questions) <= FEW_QUESTIONS

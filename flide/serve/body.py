@@ -36,9 +36,8 @@ class Body:
     max_bytes: int
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing to unpack."""
-        return self.encoding in ("", "identity")
+    def is_short(self) -> bool:
+        return len(self.packed) <= SHORT and self.encoding in ("", "identity")
 
     def unpack(self) -> bytes:
         """See :func:`unpack`."""

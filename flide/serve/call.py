@@ -79,6 +79,8 @@ class Call:
         exchange = self._exchange
         if exchange is not None:
             exchange.on_leaving = leave
+            if exchange.has_left:
+                leave()
 
             def forget() -> None:
                 exchange.on_leaving = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -41,10 +42,26 @@ class Exchange:
         """The head is there."""
         self._cycle = cycle
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the client is gone."""
+        return self._cycle is not None and self._cycle.disconnected
+
+    def leave(self) -> None:
+        """The client leaves."""
+        cycle = self._cycle
+        if cycle is None or cycle.response_complete:
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if self.on_leaving is not None:
+            self.on_leaving()
+
     def is_of(self, receive: Any, send: Any) -> bool:
         """Whether an application was given the connection's own ends: nothing stands between that would change what is
         received or sent."""
-        return all(getattr(end, "__self__", None) is self._cycle for end in (receive, send))
+        cycle = self._cycle
+        return cycle is not None and all(getattr(end, "__self__", None) is cycle for end in (receive, send))
 
     def answer(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send a whole response; False where nothing can be sent now, or something was: then ASGI is to be used.
@@ -55,7 +72,10 @@ class Exchange:
             body: of a request that was no HEAD.
         """
         cycle = self._cycle
-        if cycle is None or cycle.response_started or cycle.disconnected or cycle.flow.write_paused:
+        if cycle is None or cycle.response_started or cycle.flow.write_paused:
+            return False
+        if cycle.disconnected or cycle.transport.is_closing():
+            cycle.disconnected = True  # which ASGI's way respects, too
             return False
         cycle.response_started = cycle.response_complete = True
         parts = [STATUS_LINE[status]]
@@ -87,16 +107,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unanswered: deque[Exchange] = deque()  # whose heads are here; answered in order
         transport.set_write_buffer_limits(high=0)  # uvloop sends at once, not when all that is to be done now is done
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
-        if self.cycle is not None and self.cycle.disconnected:
-            exchange = _exchange_of(self.cycle.scope)
-            if exchange.on_leaving is not None:
-                exchange.on_leaving()
+        for exchange in self._unanswered:
+            exchange.leave()
 
     def data_received(self, data: bytes) -> None:
         self._came_to_something = self._head_is_new = False
@@ -128,7 +147,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._came_to_something = self._head_is_new = True
             self._stop_waiting()
             super().on_headers_complete()
-            _exchange_of(self.scope).begin(self.cycle)
+            exchange = _exchange_of(self.scope)
+            exchange.begin(self.cycle)
+            self._unanswered.append(exchange)
         self._is_again = False
 
     def on_message_complete(self) -> None:
@@ -157,6 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._await_head()
@@ -166,8 +188,8 @@ class BoundedProtocol(HttpToolsProtocol):
         would be taken for it."""
         if self.transport.is_closing():
             return
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started):
+        waiting, cycle = len(self._unanswered), self.cycle
+        if not waiting or (waiting == 1 and cycle.more_body and not cycle.response_started):
             self.transport.write(_response(self._refusal or Fault.of(400, "invalid_http_error", "This is no HTTP.")))
         self.transport.close()
 

@@ -14,7 +14,6 @@ from flide.runtime.known_bodies import KnownBodies
 from flide.runtime.request import DecisionRequest
 from flide.runtime.strict_json import parse_json
 from flide.runtime.wire import parse_body
-from flide.serve.body import SHORT
 from flide.serve.call import Call
 from flide.serve.decisions import Translated, in_this_shape, is_systemone, translate
 from flide.serve.faults import Fault
@@ -25,9 +24,6 @@ class Shape(Protocol):
 
     def parse(self, body: bytes) -> DecisionRequest:
         """The request in a body. Raises RequestError."""
-
-    def new_bytes(self, body: bytes) -> int:
-        """How much of a body is to be read: not what came before and was kept."""
 
     def tell(self, error: RequestError) -> RequestError:
         """In the route's words what is wrong with a request that was parsed."""
@@ -49,9 +45,6 @@ class SystemOne:
 
     def parse(self, body: bytes) -> DecisionRequest:
         return self._known.parse(body, self._key)
-
-    def new_bytes(self, body: bytes) -> int:
-        return len(body) if len(body) <= SHORT else self._known.new_bytes(body, self._key)
 
     def tell(self, error: RequestError) -> RequestError:
         return error
@@ -78,9 +71,6 @@ class Decisions:
             return parse_body(parsed)
         self._translated = translate(parsed)
         return self._translated.request
-
-    def new_bytes(self, body: bytes) -> int:
-        return len(body)
 
     def tell(self, error: RequestError) -> RequestError:
         return error if self._translated is None else in_this_shape(error)

@@ -7,6 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -267,6 +268,53 @@ def test_when_the_loop_has_ended_closing_still_finishes(elsewhere: bool) -> None
     else:
         worker.close()
     assert [job.future.result(0) for job in jobs] == ["answer to a", "answer to b"]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_comes_from_elsewhere_to_a_loop_that_has_ended_ends_too(is_closed: bool) -> None:
+    loop, (job,) = asyncio.new_event_loop(), jobs_of("a")
+
+    async def make() -> LoopWorker:
+        return worker_of(Device(seconds=0.01))
+
+    worker = loop.run_until_complete(make())
+    if is_closed:
+        loop.close()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="closed"):
+            pool.submit(worker.submit, [job]).result(TIMEOUT)
+        assert not job.future.done()
+        worker.close()
+        return
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(worker.submit, [job]).result(TIMEOUT)
+        assert not job.future.done()
+        pool.submit(worker.close).result(TIMEOUT)
+    assert job.future.result(0) == "answer to a"
+    loop.close()
+
+
+@on_a_loop
+async def test_who_submits_while_another_closes_is_answered_or_refused() -> None:
+    for _ in range(20):
+        worker, jobs = worker_of(Device(seconds=0.0)), jobs_of(*range(50))
+        begun = threading.Event()
+
+        def ask(worker: LoopWorker = worker, jobs: list[Any] = jobs, begun: threading.Event = begun) -> int:
+            for number, job in enumerate(jobs):
+                begun.set()
+                try:
+                    worker.submit([job])
+                except RuntimeError:
+                    return number
+            return len(jobs)
+
+        asking = asyncio.create_task(asyncio.to_thread(ask))
+        await asyncio.to_thread(begun.wait)
+        worker.close()
+        submitted = await asking
+        for job in jobs[:submitted]:
+            error = await asyncio.to_thread(job.future.exception, TIMEOUT)
+            assert error is None or "closed" in str(error)
 
 
 @on_a_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -30,13 +30,13 @@ BODY: dict[str, Any] = {
 
 
 class Served:
-    """A server in a thread."""
+    """A server in a thread. ``around``: a middleware."""
 
-    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+    def __init__(self, engine: Engine, config: ServeConfig, *, around: Callable[[Any], Any] = lambda app: app) -> None:
         self.decisions = DecisionServer(engine, config)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn_settings(self.decisions.app(), config, "error"))
+        self._server = uvicorn.Server(uvicorn_settings(around(self.decisions.app()), config, "error"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 30

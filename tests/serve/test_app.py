@@ -438,6 +438,90 @@ def test_the_same_on_connections_of_other_kinds(hanging: Served, tells: bool) ->
     assert left.on_leaving is None, "nobody is left to be told"
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_of_requests_that_came_together_none_is_waited_for_when_the_client_leaves(hanging: Served, number: int) -> None:
+    """What is no HTTP behind them ends the connection, and is not taken for the answer of one of them."""
+    scheduler, data = hanging.decisions.backend.scheduler, json.dumps(BODY).encode()
+    head = f"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    chunked = b"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n"
+    for bad in (b"XX YY\r\n\r\n", chunked):
+        with socket.create_connection(("127.0.0.1", int(hanging.url.rpartition(":")[2]))) as connection:
+            connection.settimeout(10)
+            connection.sendall((head.encode() + data) * number + bad)
+            assert connection.recv(100) == b""
+        wait_until(lambda: not scheduler._per_key)
+    text = httpx.get(f"{hanging.url}/metrics").text
+    assert 'flide_rejects_total{reason="disconnected"} 2.0' in text
+    assert 'status="500"' not in text
+
+
+def test_what_is_no_http_is_told_where_nothing_waits(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"XX YY\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_who_left_before_its_handler_began_is_not_waited_for(hanging: Served) -> None:
+    """As behind a middleware that takes its time, with the connection's own ends."""
+    scheduler, left, sent = hanging.decisions.backend.scheduler, Exchange(), []
+
+    class Gone:
+        disconnected, response_started, response_complete = True, False, False
+
+        async def receive(self) -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(self, message: Any) -> None:
+            sent.append(message)
+
+    cycle: Any = Gone()
+    left.begin(cycle)
+    left.body = json.dumps(BODY).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/systemone", "root_path": "", "headers": [], EXCHANGE: left}
+    asyncio.run(asyncio.wait_for(hanging.decisions.app()(scope, cycle.receive, cycle.send), 10))
+    assert not scheduler._per_key
+    assert sent[0]["status"] == 499
+
+
+def test_nothing_between_a_connection_and_its_handler_is_passed_by(engine: Engine) -> None:
+    """Bodies and responses go through a middleware that changes both."""
+    served = Served(engine, ServeConfig(), around=Changing)
+    try:
+        given = {**BODY, "model": "not served"}
+        response = httpx.post(f"{served.url}/v1/systemone", json=given)
+        assert response.status_code == 200
+        assert response.headers["x-changed"] == "yes"
+    finally:
+        served.stop()
+
+
+class Changing:
+    """Names another model, and adds a header."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def changed() -> Any:
+            message = await receive()
+            if message["type"] == "http.request":
+                message["body"] = message["body"].replace(b"not served", b"jev-latest")
+            return message
+
+        async def marked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-changed", b"yes")]
+            await send(message)
+
+        headers = [(n, v) for n, v in scope.get("headers", ()) if n != b"content-length"]
+        await self.app({**scope, "headers": headers}, changed, marked)
+
+
 def test_routes_under_a_root_path_are_those_of_starlette(engine: Engine) -> None:
     with running(engine, root_path="/v1") as url, httpx.Client(base_url=url, timeout=60) as client:
         assert client.post("/v1/systemone", json=BODY).status_code == 200
