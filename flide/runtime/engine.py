@@ -33,7 +33,7 @@ from flide.runtime.rounds import LogitsRequest, OptionLogits, PreparedRequest, R
 from flide.runtime.tokenizer import PromptTokenizer
 from flide.runtime.tree import MAX_DEPTH
 from flide.runtime.wire import as_list, parse_request
-from flide.runtime.worker import Job, Worker
+from flide.runtime.worker import Job, JobQueue, Worker
 
 logger = logging.getLogger("flide.engine")
 
@@ -95,7 +95,7 @@ class Engine:
         self._round_tokens = runner.limit.tokens
         self._observers = runner.observers
         self._runner = runner
-        self._worker: Worker | LoopWorker = Worker(runner)
+        self._worker: JobQueue = Worker(runner)
         self.report = runner.streams.report
         affordable = max(self._round_tokens, affordable_request_tokens(model, reserved=reserved + on_host))
         self.max_request_tokens = self.config.max_request_tokens or affordable

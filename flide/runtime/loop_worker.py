@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from functools import partial
 
 from flide.runtime.plan import RoundPlan
 from flide.runtime.rounds import RoundRunner
-from flide.runtime.worker import Job, Round, closed_error, forked_error, next_round, refuse_all
+from flide.runtime.worker import Job, JobQueue, Round, closed_error, next_round, refuse_all
 
 logger = logging.getLogger("flide.engine")
 
@@ -33,8 +32,8 @@ LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
 
 
-class LoopWorker:
-    """Runs rounds on a loop's thread, where it is made. As :class:`flide.runtime.worker.Worker` otherwise.
+class LoopWorker(JobQueue):
+    """Runs rounds on a loop's thread, where it is made.
 
     Args:
         runner: that was started.
@@ -43,8 +42,8 @@ class LoopWorker:
 
     def __init__(self, runner: RoundRunner, loop: asyncio.AbstractEventLoop) -> None:
         assert runner.can_change_threads, "a round would hold the loop"
-        self._runner, self._loop = runner, loop
-        self._thread, self._process = threading.get_ident(), os.getpid()
+        super().__init__()
+        self._runner, self._loop, self._thread = runner, loop, threading.get_ident()
         self._arrivals: deque[list[Job]] = deque()  # from other threads
         self._ended = threading.Event()
         self._finishing = threading.RLock()  # of a thread that closes where the loop has stopped
@@ -52,37 +51,13 @@ class LoopWorker:
         self._running: Round | None = None
         self._following: Round | None = None
         self._held: tuple[list[Job], RoundPlan] | None = None  # to be run alone
-        self._is_stepping, self._closed = False, False
+        self._is_stepping = False
         self._began = 0.0  # when the round that runs had the device, or the last one ended
         self._again: asyncio.Handle | None = None  # of the next look
         self._seconds: dict[int, float] = {}  # how long rounds of so many rows last
         runner.run_on_this_thread()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def check(self) -> None:
-        """See that jobs can be submitted.
-
-        Raises:
-            RuntimeError: they cannot: closed, or forked.
-        """
-        if self._closed:
-            raise closed_error()
-        if self._process != os.getpid():
-            raise forked_error()
-
     def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
-        """Queue jobs, all or none. Their futures end in any case: with a result, an error or cancelled.
-
-        Args:
-            jobs: to run.
-            waits: this thread is going to wait for them.
-
-        Raises:
-            RuntimeError: as :meth:`check`; or the loop's thread would wait for itself.
-        """
         self.check()
         if threading.get_ident() == self._thread:
             if waits:
@@ -100,7 +75,6 @@ class LoopWorker:
             self._refuse()
 
     def close(self) -> None:
-        """Finish what was submitted."""
         self._closed = True
         done = threading.Event()
 

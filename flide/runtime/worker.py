@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -40,32 +41,11 @@ class Job:
 _Arrivals: TypeAlias = "queue.SimpleQueue[list[Job] | None]"  # None: nothing comes after this
 
 
-class Worker:
-    """A thread that runs rounds until it is closed, collected or the process ends.
+class JobQueue(ABC):
+    """What an engine submits jobs to."""
 
-    Args:
-        runner: the model. Its ``start`` runs on the thread, before this returns.
-
-    Raises:
-        Exception: whatever ``start`` raised.
-    """
-
-    def __init__(self, runner: RoundRunner) -> None:
-        self._arrivals: _Arrivals = queue.SimpleQueue()
-        self._closed, self._ended = False, threading.Event()
-        self._process = os.getpid()
-        started: Future[None] = Future()
-        # A daemon, so that a forgotten worker cannot keep the process alive. The thread must not hold the worker, or
-        # that would never be collected.
-        self._thread = threading.Thread(
-            target=_serve, args=(runner, self._arrivals, started, self._ended), name="flide-engine", daemon=True
-        )
-        self._thread.start()
-        # Collection can happen anywhere, so it must not wait. The end of the process must: a thread inside torch would
-        # otherwise meet an interpreter that is gone.
-        weakref.finalize(self, self._arrivals.put, None).atexit = False
-        weakref.finalize(self._thread, _stop, self._arrivals, weakref.ref(self._thread))
-        started.result()
+    def __init__(self) -> None:
+        self._closed, self._process = False, os.getpid()
 
     @property
     def closed(self) -> bool:
@@ -80,8 +60,9 @@ class Worker:
         if self._closed:
             raise closed_error()
         if self._process != os.getpid():
-            raise forked_error()
+            raise RuntimeError("an engine does not survive a fork: spawn the process and make an engine in it")
 
+    @abstractmethod
     def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
         """Queue jobs, all or none. Their futures end in any case: with a result, an error or cancelled.
 
@@ -90,8 +71,42 @@ class Worker:
             waits: this thread is going to wait for them.
 
         Raises:
-            RuntimeError: as :meth:`check`.
+            RuntimeError: as :meth:`check`; or this thread would wait for itself.
         """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was submitted."""
+
+
+class Worker(JobQueue):
+    """A thread that runs rounds until it is closed, collected or the process ends.
+
+    Args:
+        runner: the model. Its ``start`` runs on the thread, before this returns.
+
+    Raises:
+        Exception: whatever ``start`` raised.
+    """
+
+    def __init__(self, runner: RoundRunner) -> None:
+        super().__init__()
+        self._arrivals: _Arrivals = queue.SimpleQueue()
+        self._ended = threading.Event()
+        started: Future[None] = Future()
+        # A daemon, so that a forgotten worker cannot keep the process alive. The thread must not hold the worker, or
+        # that would never be collected.
+        self._thread = threading.Thread(
+            target=_serve, args=(runner, self._arrivals, started, self._ended), name="flide-engine", daemon=True
+        )
+        self._thread.start()
+        # Collection can happen anywhere, so it must not wait. The end of the process must: a thread inside torch would
+        # otherwise meet an interpreter that is gone.
+        weakref.finalize(self, self._arrivals.put, None).atexit = False
+        weakref.finalize(self._thread, _stop, self._arrivals, weakref.ref(self._thread))
+        started.result()
+
+    def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
         self.check()
         self._arrivals.put(jobs)
         if self._ended.is_set():  # closed meanwhile, and the thread may have looked for the last time
@@ -271,8 +286,4 @@ def closed_error() -> RuntimeError:
     return RuntimeError("the engine is closed")
 
 
-def forked_error() -> RuntimeError:
-    return RuntimeError("an engine does not survive a fork: spawn the process and make an engine in it")
-
-
-__all__ = ["Job", "Round", "Worker", "closed_error", "forked_error", "next_round", "refuse_all"]
+__all__ = ["Job", "JobQueue", "Round", "Worker", "closed_error", "next_round", "refuse_all"]
