@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from flide.errors import ModelOutputError
 from flide.heads import Head, OptionHead
 from flide.models.decision import ForDecision
+from flide.runtime.answers import answer_questions
 from flide.runtime.capacity import DEEP_SAVES, MAX_REQUESTS, needed_by, own_pages
 from flide.runtime.checkpoints.budget import Budgets, trunk_cost
 from flide.runtime.checkpoints.positions import Reuse
@@ -25,7 +26,7 @@ from flide.runtime.checkpoints.resume import ResumedRound, resume
 from flide.runtime.checkpoints.store import CheckpointStore
 from flide.runtime.compact import Compact
 from flide.runtime.config import EngineConfig
-from flide.runtime.decision import Decision, Usage, answer_questions
+from flide.runtime.decision import Decision, Usage
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.plan import RoundPlan, trunk_key
