@@ -276,8 +276,10 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is closed.
+            ValueError: of an engine that cannot: see :attr:`can_run_on_a_loop`.
         """
-        assert self.can_run_on_a_loop, "a round would hold the loop"
+        if not self.can_run_on_a_loop:
+            raise ValueError("rounds of this engine would hold the loop, or need their own thread")
         self._worker.check()
         before, self._worker = self._worker, LoopWorker(self._runner, loop)
         before.close()  # what others submit meanwhile comes to the loop, which is held here

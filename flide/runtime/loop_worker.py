@@ -17,6 +17,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 
 from flide.runtime.plan import RoundPlan
@@ -91,11 +92,15 @@ class LoopWorker(JobQueue):
             if not self._loop.is_running():  # or not any more
                 finish()
 
-    def _receive(self) -> None:
-        """Take what other threads have submitted."""
+    def _arrived(self) -> Iterator[list[Job]]:
+        """What other threads have submitted; for any thread."""
         with contextlib.suppress(IndexError):
             while True:
-                self._take(self._arrivals.popleft())
+                yield self._arrivals.popleft()
+
+    def _receive(self) -> None:
+        for jobs in self._arrived():
+            self._take(jobs)
 
     def _take(self, jobs: list[Job]) -> None:
         self._waiting.extend(jobs)
@@ -166,23 +171,19 @@ class LoopWorker(JobQueue):
     def _finish_all(self) -> None:
         with self._finishing:
             self._runner.run_on_this_thread()
-            while self._arrivals:
-                self._waiting.extend(self._arrivals.popleft())
-            self._finish_what_waits()
+            for jobs in self._arrived():
+                self._waiting.extend(jobs)
+            while self._running is not None or self._held is not None or self._waiting:
+                if self._running is not None:
+                    self._end()
+                self._start()
         self._ended.set()
         self._refuse()
 
     def _refuse(self) -> None:
         """Fail everything that came too late."""
-        with contextlib.suppress(IndexError):
-            while True:
-                refuse_all(self._arrivals.popleft())
-
-    def _finish_what_waits(self) -> None:
-        while self._running is not None or self._held is not None or self._waiting:
-            if self._running is not None:
-                self._end()
-            self._start()
+        for jobs in self._arrived():
+            refuse_all(jobs)
 
 
 def _kind(rows: int) -> int:

@@ -361,8 +361,8 @@ class HostArena:
                 page += len(cache.pages)
 
     def _pack_alone(self, layout: TreeLayout) -> None:
-        """One fresh tree, as most rounds have that somebody waits for: the same, by copies of memory, which take a
-        fifth of what numpy's assignments take."""
+        """One fresh tree, as most rounds have that somebody waits for: the same, by copies of memory, which take
+        two thirds of what numpy's assignments take."""
         t, n, reads = layout.num_tokens, layout.num_nodes, layout.num_reads
         pages = num_pages(layout.trunk_length)
         needed = StreamCapacity(max(1, t), n, max(1, reads), pages, max(2, layout.depth))

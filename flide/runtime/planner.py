@@ -43,9 +43,9 @@ def one_run(tree: TokenTree) -> TokenTree:
     if len(tree.children) != 1 or tree.readouts or tree.children[0].children:
         return tree
     (branch,) = tree.children
-    readouts = (
-        None if branch.readouts is None else tuple(row + len(tree.tokens) * (row >= 0) for row in branch.readouts)
-    )
+    ahead, readouts = len(tree.tokens), branch.readouts
+    if readouts is not None:
+        readouts = tuple(row if row < 0 else ahead + row for row in readouts)
     return TokenTree(array("i", tree.tokens) + array("i", branch.tokens), readouts=readouts)
 
 

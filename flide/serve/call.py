@@ -32,14 +32,14 @@ class Call:
         body: all of the body, where it is here; otherwise it is to be received (``chunks``).
     """
 
-    __slots__ = ("_exchange", "_headers", "_is_direct", "_receive", "body", "key", "refusal", "request_id")
+    __slots__ = ("_direct", "_exchange", "_headers", "_receive", "body", "key", "refusal", "request_id")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
         self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of several the first one counts
         self._receive = receive
-        self._exchange: Exchange | None = scope.get(EXCHANGE)
-        self._is_direct = self._exchange is not None and self._exchange.is_of(receive, send)
-        self.body = self._exchange.body if self._exchange is not None and self._is_direct else None
+        self._exchange = exchange = cast(Exchange | None, scope.get(EXCHANGE))
+        self._direct = exchange if exchange is not None and exchange.is_of(receive, send) else None
+        self.body = None if self._direct is None else self._direct.body
         self.key, self.refusal = ANYONE, refusal
         self.request_id: str = scope["state"]["request_id"]
 
@@ -66,8 +66,7 @@ class Call:
     def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> Response:
         """The response, which is on its way where the connection takes it at once; ``headers`` as
         :meth:`Exchange.answer`."""
-        exchange = self._exchange if self._is_direct else None
-        if exchange is not None and exchange.answer(status, [*headers, *ids(self.request_id)], body):
+        if self._direct is not None and self._direct.answer(status, [*headers, *ids(self.request_id)], body):
             return _Sent(status_code=status)
         response = Response(body, status)
         response.raw_headers += headers

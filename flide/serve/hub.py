@@ -87,8 +87,10 @@ class _Frontend:
             self._tickets.pop(number).leave()
 
     def _answer(self, number: int, ticket: Ticket, answer: asyncio.Future[Any]) -> None:
-        error = None if answer.cancelled() else answer.exception()  # asked for even where nobody waits
-        if answer.cancelled() or number not in self._tickets:
+        if answer.cancelled():
+            return
+        error = answer.exception()  # asked for even where nobody waits
+        if number not in self._tickets:
             return
         self._leave(number)
         if error is None:

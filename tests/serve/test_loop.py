@@ -78,3 +78,14 @@ def test_what_would_wait_for_itself_is_refused_and_the_engine_closes(own_engine:
     assert own_engine.closed
     with pytest.raises(RuntimeError, match="closed"):
         own_engine.decide([BODY])
+
+
+def test_an_engine_whose_rounds_would_hold_the_loop_stays_on_its_thread() -> None:
+    async def ask(engine: Engine) -> None:
+        with pytest.raises(ValueError, match="hold the loop"):
+            engine.run_on(asyncio.get_running_loop())
+        assert len(await engine.adecide([BODY])) == 1
+
+    with Engine.default(EngineConfig(device="cpu")) as engine:
+        assert not engine.can_run_on_a_loop
+        asyncio.run(asyncio.wait_for(ask(engine), 60))
