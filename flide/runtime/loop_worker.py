@@ -26,8 +26,9 @@ from flide.runtime.worker import Job, JobQueue, Round, closed_error, next_round,
 
 logger = logging.getLogger("flide.engine")
 
-AHEAD = 2e-3  # seconds before the end of a round in which the next one is planned, packed and launched
-WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
+# The next round is planned, packed and launched so many seconds before the running one should end, and twice what that
+# took of late. A round is watched from LOOK before that; until then it is looked at every so often.
+AHEAD = 1e-3
 LOOK = 1e-3
 LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
@@ -56,6 +57,7 @@ class LoopWorker(JobQueue):
         self._began = 0.0  # when the round that runs had the device, or the last one ended
         self._again: asyncio.Handle | None = None  # of the next look
         self._seconds: dict[int, float] = {}  # how long rounds of so many rows last
+        self._start_seconds = 0.0  # how long it takes to start one while another one runs
         runner.run_on_this_thread()
 
     def submit(self, jobs: list[Job], *, waits: bool = False) -> None:
@@ -125,7 +127,7 @@ class LoopWorker(JobQueue):
     def _come_again(self) -> None:
         if self._again is not None or self._loop.is_closed():
             return
-        if self._running is not None and self._time_left() > WATCHED:
+        if self._running is not None and self._time_left() > self._ahead() + LOOK:
             self._again = self._loop.call_later(LOOK, self._look)
         elif self._running is not None or self._waiting or time.perf_counter() < self._began + LINGER:
             self._again = self._loop.call_soon(self._look)
@@ -153,12 +155,14 @@ class LoopWorker(JobQueue):
                 self._held = None
                 self._began = time.perf_counter()
                 self._running = self._round(batch, plan)
-        elif self._waiting and self._following is None and self._held is None and self._time_left() < AHEAD:
+        elif self._waiting and self._following is None and self._held is None and self._time_left() < self._ahead():
+            began = time.perf_counter()
             batch, plan = next_round(self._waiting, self._runner, len(self._running))
             if batch and not plan.fits:  # starting it may take long: nothing was captured for it
                 self._held = batch, plan
             else:
                 self._following = self._round(batch, plan)
+                self._start_seconds = max(time.perf_counter() - began, 0.9 * self._start_seconds)
 
     def _round(self, batch: list[Job], plan: RoundPlan) -> Round | None:
         return Round(self._runner, batch, partial(self._runner.begin, plan), rows=plan.rows) if batch else None
@@ -167,6 +171,10 @@ class LoopWorker(JobQueue):
         """Seconds for which the round that runs will go on, as far as is known."""
         assert self._running is not None
         return self._began + self._seconds.get(_kind(self._running.rows), 0.0) - time.perf_counter()
+
+    def _ahead(self) -> float:
+        """Seconds before the end of a round in which the next one is to be started."""
+        return AHEAD + 2 * self._start_seconds
 
     def _finish_all(self) -> None:
         with self._finishing:
