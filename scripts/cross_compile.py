@@ -57,8 +57,15 @@ def kernels(arch: int) -> dict[str, tuple[Any, dict[str, Any], int]]:
             convolution |= {f"G{x}": max(1, table.conv_channels // constants[f"{x}P"]) for x in "KV"}
             convolution |= {"C": channels, "S_QKV": channels + value_dim * heads + 2 * heads}
             found[f"conv, {kind}"] = delta._conv_kernel, constants | convolution, table.conv_warps
-            constants |= {"L": CHUNK, "PRECISION": "tf32", "FAST": True, "LEVELS": CHUNK.bit_length() - 1, "WINDOW": 4}
-            found[f"prepare, {kind}"] = delta._prepare_kernel, constants, table.prepare_warps
+            constants |= {"L": CHUNK, "PRECISION": "tf32", "FAST": True, "WINDOW": 4}
+            for rows, short, warps in (
+                (CHUNK, 0, table.prepare_warps),
+                (CHUNK, delta.SHORT, table.prepare_warps),
+                (delta.SHORT, delta.SHORT, table.short_warps),
+            ):
+                tile = {"ROWS": rows, "SHORT": short, "LEVELS": rows.bit_length() - 1}
+                which = "" if not short else f" of tiles of {rows}"
+                found[f"prepare{which}, {kind}"] = delta._prepare_kernel, constants | tile, warps
     for level, narrow, cache in ((0, 16, True), (0, 16, False), (0, 32, False), (1, 128, True), (2, 128, True)):
         columns = table.scan_columns
         pipelined = level == 0 or columns < delta.UNPIPELINED

@@ -47,6 +47,9 @@ class LaunchTable:
         conv_warps: warps of one convolution program.
         prepare_programs: prepare programs of a multiprocessor.
         prepare_warps: warps of one prepare program.
+        large_rows: streams of more rows prepare their short chunks by a launch of its own.
+        short_programs: programs of a multiprocessor that prepare short chunks.
+        short_warps: warps of one of them.
         scan_columns: value columns of one scan program, at most.
         scan_warps: warps of one scan program.
         scan_stages: pipeline stages of the scan's loop over chunks.
@@ -59,6 +62,9 @@ class LaunchTable:
     conv_warps: int
     prepare_programs: int
     prepare_warps: int
+    large_rows: int
+    short_programs: int
+    short_warps: int
     scan_columns: int
     scan_warps: int
     scan_stages: int
@@ -77,6 +83,9 @@ SM_90 = LaunchTable(
     conv_warps=4,
     prepare_programs=2,
     prepare_warps=4,
+    large_rows=8192,
+    short_programs=16,
+    short_warps=1,
     scan_columns=64,
     scan_warps=4,
     scan_stages=3,

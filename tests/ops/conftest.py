@@ -1,16 +1,19 @@
-"""Fixtures of the op tests: memory that Flide allocates without writing is poisoned."""
+"""Fixtures of the op tests: memory that Flide allocates without writing is poisoned; kernels of large rounds."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from flide.ops.launch import SM_90
 
 POISONED = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
@@ -35,6 +38,14 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def large_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round is launched like one of thousands of rows: with tiles of their own for short chunks."""
+    from flide.ops.fork_gated_delta import triton as delta
+
+    monkeypatch.setattr(delta, "launch_table", lambda device: replace(SM_90, large_rows=0))
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,15 @@ def test_delta_rule_errs_no_more_than_plain_bfloat16(name: str, key_heads: int, 
 
 @pytest.mark.gpu
 @on_sweep
+@DELTA_HEADS
+def test_delta_rule_of_large_rounds_errs_no_more_than_plain_bfloat16(
+    large_rounds: None, name: str, key_heads: int, heads: int
+) -> None:
+    check_delta_errors(SWEEP[name], torch.bfloat16, key_heads=key_heads, heads=heads, dim=128, seed=seed_of(name))
+
+
+@pytest.mark.gpu
+@on_sweep
 def test_delta_rule_of_padded_heads_errs_no_more_than_plain_bfloat16(name: str) -> None:
     sizes = {"key_heads": 30, "heads": 30, "dim": 96, "value_dim": 192}
     check_delta_errors(SWEEP[name], torch.bfloat16, seed=seed_of(name), **sizes)

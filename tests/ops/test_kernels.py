@@ -233,6 +233,38 @@ def test_delta_rule_of_branches_without_a_pipeline(shapes: list[Shape]) -> None:
     assert not out[int(meta.segment_offsets[-1]) :].any()
 
 
+AROUND_THE_TILE: list[Shape] = [(15, [16, 17]), (80, [(81, [79]), 1]), (64, [])]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(AROUND_THE_TILE, id="around_the_tile"),
+        *(pytest.param(shapes, id=name, marks=slow) for name, shapes in ROUNDS.items()),
+    ],
+)
+def test_delta_rule_of_large_rounds(large_rounds: None, shapes: list[Shape]) -> None:
+    meta = pack(shapes)
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32, value_dim=64)
+    out, *_ = delta.kernel(meta)
+    expected, *_ = delta.reference(meta, torch.float64)
+    assert relative_error(out.double(), expected) <= FP32_RELATIVE
+    assert not out[int(meta.segment_offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), pytest.param(48, 80, marks=slow)])
+def test_large_rounds_resume_and_save_at_any_row(large_rounds: None, key_dim: int, value_dim: int) -> None:
+    """Chunks are cut where they are saved: short ones need not be the last."""
+    caches = [
+        TrunkCache(5, slot=3, pages=(1, 2), saves=((9, 4), (75, 5))),
+        TrunkCache(pages=(4, 5), saves=((1, 6), (64, 7), (82, 8))),
+    ]
+    meta = pack([(70, [3]), (100, [1])], caches=caches)
+    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=key_dim, value_dim=value_dim)
+    for got, want in zip(delta.kernel(meta), delta.reference(meta, torch.float64), strict=True):
+        assert relative_error(got.double(), want) <= FP32_RELATIVE
+
+
 def test_delta_rule_resumes_and_saves_at_any_row() -> None:
     caches = [
         TrunkCache(5, slot=3, pages=(1, 2), saves=((9, 4), (75, 5))),

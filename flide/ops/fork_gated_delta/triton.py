@@ -26,7 +26,7 @@ from torch import Tensor
 from flide.ops.fork_schedule.reference import CHUNK, ForkSchedule
 from flide.ops.launch import launch_table, num_programs
 
-SHORT = 16  # rows of a branch's last chunk, behind others, that have a tile of their own
+SHORT = 16  # rows of a chunk that may have a tile of their own
 UNPIPELINED = 64  # columns; for 32, a scan without a pipeline read illegal addresses on sm_90 (Triton 3.6)
 
 
@@ -319,14 +319,18 @@ def _prepare_kernel(
     KP: tl.constexpr,
     VP: tl.constexpr,
     L: tl.constexpr,
+    ROWS: tl.constexpr,
     LEVELS: tl.constexpr,
+    SHORT: tl.constexpr,
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    o_l = tl.arange(0, L)
+    """All chunks, in tiles of ROWS = L = 2^LEVELS rows. Where SHORT > 0, chunks of at most SHORT rows are left to a
+    launch with ROWS = SHORT: every second chunk of many branches is as short."""
+    o_l = tl.arange(0, ROWS)
     o_k = tl.arange(0, KP)
     o_v = tl.arange(0, VP)
     m_k = o_k < K
@@ -341,71 +345,81 @@ def _prepare_kernel(
         begin = tl.load(p_offsets + i_s)
         first = tl.load(p_chunk_rows + 2 * i_y)
         end = tl.load(p_chunk_rows + 2 * i_y + 1)
-        rows = first + o_l
-        m_rows = rows < end
+        is_mine = True
+        if SHORT > 0:
+            is_mine = (end - first > SHORT) ^ (ROWS == SHORT)
+        if is_mine:
+            rows = first + o_l
+            m_rows = rows < end
 
-        dtype = p_w.dtype.element_ty
-        o_row = rows.to(tl.int64) * N + i_h
-        m_store = m_rows[:, None]
-        m_qk = _both(m_store, m_k[None, :], KP != K)
+            dtype = p_w.dtype.element_ty
+            o_row = rows.to(tl.int64) * N + i_h
+            m_store = m_rows[:, None]
+            m_qk = _both(m_store, m_k[None, :], KP != K)
 
-        b_a = tl.load(p_a + rows.to(tl.int64) * s_a + i_h, mask=m_rows, other=0.0).to(tl.float32)
-        b_b = tl.load(p_b + rows.to(tl.int64) * s_b + i_h, mask=m_rows, other=0.0).to(tl.float32)
-        b_a += tl.load(p_dt_bias + i_h).to(tl.float32)
-        b_softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
-        b_g = tl.where(m_rows, -tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) * b_softplus, 0.0)
-        b_G = tl.cumsum(b_g, axis=0)
-        b_total = tl.sum(b_g, axis=0)
-        b_beta = tl.where(m_rows, beta_scale * tl.sigmoid(b_b), 0.0)
+            b_a = tl.load(p_a + rows.to(tl.int64) * s_a + i_h, mask=m_rows, other=0.0).to(tl.float32)
+            b_b = tl.load(p_b + rows.to(tl.int64) * s_b + i_h, mask=m_rows, other=0.0).to(tl.float32)
+            b_a += tl.load(p_dt_bias + i_h).to(tl.float32)
+            b_softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
+            b_g = tl.where(m_rows, -tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) * b_softplus, 0.0)
+            b_G = tl.cumsum(b_g, axis=0)
+            b_total = tl.sum(b_g, axis=0)
+            b_beta = tl.where(m_rows, beta_scale * tl.sigmoid(b_b), 0.0)
 
-        tl.store(p_decay + o_row, b_G, mask=m_rows)
-        o_c = rows.to(tl.int64)[:, None] * C
-        b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_qk, other=0.0)
-        b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_qk, other=0.0)
-        b_ratio = _exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0), FAST)
-        half: tl.constexpr = tl.float16 if FAST else tl.float32
-        b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_P = tl.where(o_l[:, None] >= o_l[None, :], b_P * b_ratio, 0.0).to(half)
-        b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_A = tl.where(o_l[:, None] > o_l[None, :], b_A * b_beta[:, None] * b_ratio, 0.0)
-        b_T = _unit_lower_inverse(b_A, half, PRECISION, L, LEVELS) * b_beta[None, :]
-        b_P = tl.dot(b_P, b_T.to(half), input_precision=PRECISION)
-        tl.store(p_p + o_row[:, None] * L + o_l[None, :], b_P.to(dtype), mask=m_store)
-        save = -1
-        if HAS_CACHE:
-            save = tl.load(p_chunk_saves + i_y)
-        is_last = end == tl.load(p_offsets + i_s + 1)
-        if (is_last == 0) | (tl.load(p_final_slots + i_s) >= 0) | (save >= 0):  # the state after the chunk is needed
-            b_T *= _exp(b_total - b_G, FAST)[:, None]
-            b_w = tl.dot(tl.trans(b_T.to(dtype)), b_k, input_precision=PRECISION)
-            tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_qk)
-        tl.store(p_total_decay + i_y * N + i_h, b_total)
-        if save >= 0:
-            p_hist = p_history + i_s * (WIDTH - 1)
-            p_window = p_conv_pool + tl.load(p_root_slots + i_s).to(tl.int64) * (WIDTH - 1) * C
-            o_w = tl.arange(0, WINDOW)
-            m_w = o_w < WIDTH - 1
-            source = end - (WIDTH - 1) + o_w
-            before = tl.load(p_hist + (begin - 1 - source), mask=m_w & (source < begin), other=-1)
-            source = tl.where(source < begin, before, source)
-            slot = tl.load(p_chunk_saves + i_y).to(tl.int64)
-            p_to = p_conv_pool + (slot * (WIDTH - 1) + o_w)[:, None] * C
-            _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, m_v, C, VP != V)
-            if i_h % (N // E) == 0:
-                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, m_k, C, KP != K)
-                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, m_k, C, KP != K)
+            tl.store(p_decay + o_row, b_G, mask=m_rows)
+            o_c = rows.to(tl.int64)[:, None] * C
+            b_k = tl.load(p_conv + o_c + (E + i_e) * K + o_k[None, :], mask=m_qk, other=0.0)
+            b_q = tl.load(p_conv + o_c + i_e * K + o_k[None, :], mask=m_qk, other=0.0)
+            b_ratio = _exp(tl.minimum(b_G[:, None] - b_G[None, :], 0.0), FAST)
+            half: tl.constexpr = tl.float16 if FAST else tl.float32
+            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_P = tl.where(o_l[:, None] >= o_l[None, :], b_P * b_ratio, 0.0).to(half)
+            b_A = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+            b_A = tl.where(o_l[:, None] > o_l[None, :], b_A * b_beta[:, None] * b_ratio, 0.0)
+            b_T = _unit_lower_inverse(b_A, half, PRECISION, ROWS, LEVELS) * b_beta[None, :]
+            b_P = tl.dot(b_P, b_T.to(half), input_precision=PRECISION)
+            tl.store(p_p + o_row[:, None] * L + o_l[None, :], b_P.to(dtype), mask=m_store)
+            if ROWS < L:  # scans read whole chunks
+                o_c = tl.arange(0, L)[None, :]
+                b_zero = tl.zeros([ROWS, L], dtype=dtype)
+                tl.store(p_p + o_row[:, None] * L + o_c, b_zero, mask=m_store & (o_c >= ROWS))
+            save = -1
+            if HAS_CACHE:
+                save = tl.load(p_chunk_saves + i_y)
+            # Whether the state after the chunk is needed.
+            is_last = end == tl.load(p_offsets + i_s + 1)
+            if (is_last == 0) | (tl.load(p_final_slots + i_s) >= 0) | (save >= 0):
+                b_T *= _exp(b_total - b_G, FAST)[:, None]
+                b_w = tl.dot(tl.trans(b_T.to(dtype)), b_k, input_precision=PRECISION)
+                tl.store(p_w + o_row[:, None] * K + o_k[None, :], b_w.to(dtype), mask=m_qk)
+            tl.store(p_total_decay + i_y * N + i_h, b_total)
+            if save >= 0:
+                p_hist = p_history + i_s * (WIDTH - 1)
+                p_window = p_conv_pool + tl.load(p_root_slots + i_s).to(tl.int64) * (WIDTH - 1) * C
+                o_w = tl.arange(0, WINDOW)
+                m_w = o_w < WIDTH - 1
+                source = end - (WIDTH - 1) + o_w
+                before = tl.load(p_hist + (begin - 1 - source), mask=m_w & (source < begin), other=-1)
+                source = tl.where(source < begin, before, source)
+                slot = tl.load(p_chunk_saves + i_y).to(tl.int64)
+                p_to = p_conv_pool + (slot * (WIDTH - 1) + o_w)[:, None] * C
+                _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, 2 * E * K + i_h * V + o_v, m_v, C, VP != V)
+                if i_h % (N // E) == 0:
+                    _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, i_e * K + o_k, m_k, C, KP != K)
+                    _copy_window(p_qkv, s_qkv, p_window, p_to, source, m_w, (E + i_e) * K + o_k, m_k, C, KP != K)
         work += tl.num_programs(0)
 
-    # Rows behind the last segment belong to nobody; their outputs are read by row-wise layers and must be finite.
-    active = tl.load(p_offsets + num_segments)
-    padding = (num_rows - active) * N
-    for work in range(tl.program_id(0) * L, padding, tl.num_programs(0) * L):
-        o_x = active.to(tl.int64) * N + work + o_l
-        tl.store(
-            p_out + o_x[:, None] * V + o_v[None, :],
-            tl.zeros([L, VP], dtype=p_out.dtype.element_ty),
-            mask=_both((work + o_l < padding)[:, None], m_v[None, :], VP != V),
-        )
+    if ROWS == L:
+        # Rows behind the last segment belong to nobody; their outputs are read by row-wise layers and must be finite.
+        active = tl.load(p_offsets + num_segments)
+        padding = (num_rows - active) * N
+        for work in range(tl.program_id(0) * L, padding, tl.num_programs(0) * L):
+            o_x = active.to(tl.int64) * N + work + o_l
+            tl.store(
+                p_out + o_x[:, None] * V + o_v[None, :],
+                tl.zeros([L, VP], dtype=p_out.dtype.element_ty),
+                mask=_both((work + o_l < padding)[:, None], m_v[None, :], VP != V),
+            )
 
 
 @triton.jit
@@ -732,48 +746,55 @@ def fork_gated_delta_triton(
         FAST=fast,
         num_warps=table.conv_warps,
     )
-    _prepare_kernel[(table.prepare_programs * programs,)](
-        qkv_TC,
-        conv,
-        a_TN,
-        b_TN,
-        A_log_N,
-        dt_bias_N,
-        conv_pool,
-        segment_offsets,
-        schedule.chunk_offsets,
-        schedule.chunk_segments,
-        schedule.chunk_rows,
-        schedule.chunk_saves,
-        schedule.history,
-        schedule.root_slots,
-        final_slots,
-        w,
-        p,
-        decay,
-        total_decay,
-        out_TNV,
-        num_segments,
-        num_rows,
-        qkv_TC.stride(0),
-        a_TN.stride(0),
-        b_TN.stride(0),
-        channels,
-        beta_scale,
-        N=heads,
-        E=num_key_heads,
-        K=key_dim,
-        V=value_dim,
-        **padded,
-        L=CHUNK,
-        LEVELS=CHUNK.bit_length() - 1,
-        WIDTH=width,
-        WINDOW=triton.next_power_of_2(width - 1),
-        HAS_CACHE=has_cache,
-        PRECISION=precision,
-        FAST=fast,
-        num_warps=table.prepare_warps,
-    )
+    tiles = [(CHUNK, table.prepare_programs, table.prepare_warps)]
+    has_short = num_rows > table.large_rows  # one more launch costs a small round what it saves
+    if has_short:
+        tiles.append((SHORT, table.short_programs, table.short_warps))
+    for rows, tile_programs, warps in tiles:
+        _prepare_kernel[(tile_programs * programs,)](
+            qkv_TC,
+            conv,
+            a_TN,
+            b_TN,
+            A_log_N,
+            dt_bias_N,
+            conv_pool,
+            segment_offsets,
+            schedule.chunk_offsets,
+            schedule.chunk_segments,
+            schedule.chunk_rows,
+            schedule.chunk_saves,
+            schedule.history,
+            schedule.root_slots,
+            final_slots,
+            w,
+            p,
+            decay,
+            total_decay,
+            out_TNV,
+            num_segments,
+            num_rows,
+            qkv_TC.stride(0),
+            a_TN.stride(0),
+            b_TN.stride(0),
+            channels,
+            beta_scale,
+            N=heads,
+            E=num_key_heads,
+            K=key_dim,
+            V=value_dim,
+            **padded,
+            L=CHUNK,
+            ROWS=rows,
+            LEVELS=rows.bit_length() - 1,
+            SHORT=SHORT if has_short else 0,
+            WIDTH=width,
+            WINDOW=triton.next_power_of_2(width - 1),
+            HAS_CACHE=has_cache,
+            PRECISION=precision,
+            FAST=fast,
+            num_warps=warps,
+        )
 
     # In float32 chunks are twice as large: two or three at a time need more shared memory than there is.
     stages = 1 if exact else table.scan_stages
