@@ -145,6 +145,23 @@ async def test_of_known_length_it_is_started_as_late_as_may_be() -> None:
 
 
 @on_a_loop
+async def test_what_takes_long_to_start_is_started_earlier() -> None:
+    starting = 0.01
+    device = Device(seconds=0.1)
+    device.before = lambda names: time.sleep(starting)
+    worker = worker_of(device)
+    for number in range(3):  # the last one starts while the one before it runs, and has taken so long before
+        jobs = jobs_of(2 * number, 2 * number + 1)
+        worker.submit(jobs[:1])
+        worker.submit(jobs[1:])
+        for job in jobs:
+            await answer(job)
+    first, second = device.pending[-2:]
+    assert device.begun[-1] < first.end - starting / 2, "the device might have had nothing to do"
+    assert second.end == pytest.approx(first.end + 0.1)
+
+
+@on_a_loop
 async def test_while_a_round_runs_the_next_one_is_half_of_all() -> None:
     device = Device(max_tokens=100 * ENOUGH)
     worker = worker_of(device)
