@@ -27,8 +27,9 @@ from flide.runtime.worker import Job, JobQueue, Round, closed_error, next_round,
 logger = logging.getLogger("flide.engine")
 
 # The next round is planned, packed and launched so many seconds before the running one should end, and twice what that
-# took of late. A round is watched from LOOK before that; until then it is looked at every so often.
-AHEAD = 1e-3
+# took of late; but never earlier than MOST_AHEAD, whatever held it up once.
+AHEAD, MOST_AHEAD = 1e-3, 10e-3
+WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
 LOOK = 1e-3
 LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
@@ -116,9 +117,11 @@ class LoopWorker(JobQueue):
     def _step(self) -> None:
         """End what has ended, start what is to be started, and come again while anything runs."""
         self._is_stepping = True
+        seen = True
         try:
             while self._running is not None and self._running.is_done():
-                self._end()
+                self._end(seen=seen)
+                seen = False
             self._start()
         finally:
             self._is_stepping = False
@@ -127,7 +130,8 @@ class LoopWorker(JobQueue):
     def _come_again(self) -> None:
         if self._again is not None or self._loop.is_closed():
             return
-        if self._running is not None and self._time_left() > self._ahead() + LOOK:
+        watched = max(WATCHED, self._ahead() + LOOK) if self._can_start_ahead() else WATCHED
+        if self._running is not None and self._time_left() > watched:
             self._again = self._loop.call_later(LOOK, self._look)
         elif self._running is not None or self._waiting or time.perf_counter() < self._began + LINGER:
             self._again = self._loop.call_soon(self._look)
@@ -136,14 +140,16 @@ class LoopWorker(JobQueue):
         self._again = None
         self._step()
 
-    def _end(self) -> None:
-        """Deliver the answers of the round that runs; meanwhile the device has the following one."""
+    def _end(self, *, seen: bool = True) -> None:
+        """Deliver the answers of the round that runs; meanwhile the device has the following one. ``seen``: it has not
+        ended while another one's were delivered, which would tell nothing of how long it took."""
         ended, self._running, self._following = self._running, self._following, None
         assert ended is not None
         now = time.perf_counter()
-        kind, seconds = _kind(ended.rows), now - self._began
-        # The shortest of late: what takes longer once does so for reasons of its own.
-        self._seconds[kind] = min(seconds, 1.02 * self._seconds.get(kind, seconds))
+        if seen:
+            kind, seconds = _kind(ended.rows), now - self._began
+            # The shortest of late: what takes longer once does so for reasons of its own.
+            self._seconds[kind] = min(seconds, 1.02 * self._seconds.get(kind, seconds))
         self._began = now
         ended.finish()
 
@@ -155,13 +161,14 @@ class LoopWorker(JobQueue):
                 self._held = None
                 self._began = time.perf_counter()
                 self._running = self._round(batch, plan)
-        elif self._waiting and self._following is None and self._held is None and self._time_left() < self._ahead():
+        elif self._can_start_ahead() and self._time_left() < self._ahead():
             began = time.perf_counter()
             batch, plan = next_round(self._waiting, self._runner, len(self._running))
             if batch and not plan.fits:  # starting it may take long: nothing was captured for it
                 self._held = batch, plan
             else:
                 self._following = self._round(batch, plan)
+            if self._following is not None:
                 self._start_seconds = max(time.perf_counter() - began, 0.9 * self._start_seconds)
 
     def _round(self, batch: list[Job], plan: RoundPlan) -> Round | None:
@@ -172,9 +179,13 @@ class LoopWorker(JobQueue):
         assert self._running is not None
         return self._began + self._seconds.get(_kind(self._running.rows), 0.0) - time.perf_counter()
 
+    def _can_start_ahead(self) -> bool:
+        """Whether there is a round to start while one runs."""
+        return bool(self._waiting) and self._following is None and self._held is None
+
     def _ahead(self) -> float:
         """Seconds before the end of a round in which the next one is to be started."""
-        return AHEAD + 2 * self._start_seconds
+        return min(MOST_AHEAD, AHEAD + 2 * self._start_seconds)
 
     def _finish_all(self) -> None:
         with self._finishing:

@@ -158,7 +158,45 @@ async def test_what_takes_long_to_start_is_started_earlier() -> None:
             await answer(job)
     first, second = device.pending[-2:]
     assert device.begun[-1] < first.end - starting / 2, "the device might have had nothing to do"
-    assert second.end == pytest.approx(first.end + 0.1)
+    assert second.end - first.end == pytest.approx(0.1, abs=1e-3)
+
+
+@on_a_loop
+async def test_a_start_that_took_long_once_changes_little() -> None:
+    device = Device(seconds=0.05)
+    worker = worker_of(device)
+    for held_up in (True, False):
+        device.before = lambda names, held_up=held_up: time.sleep(0.2) if held_up and names == ["slow"] else None
+        jobs = jobs_of("first", "slow")
+        worker.submit(jobs[:1])
+        worker.submit(jobs[1:])
+        for job in jobs:
+            await answer(job)
+    assert device.begun[-1] - device.begun[-2] > 0.02, "as late as may be, again"
+    (job,) = jobs_of("alone")
+    used = time.process_time()
+    device.seconds = 0.3  # of which it knows the first 0.05
+    worker._seconds = dict.fromkeys(worker._seconds, 0.3)
+    worker.submit([job])
+    await answer(job)
+    assert time.process_time() - used < 0.15, "nothing is to be started: nothing is waited for"
+
+
+@on_a_loop
+async def test_what_ended_unseen_tells_nothing_of_how_long_it_took() -> None:
+    device = Device(seconds=0.05)
+    worker = worker_of(device)
+    for held_up in (True, False):
+        jobs = jobs_of("first", "second")
+        worker.submit(jobs[:1])
+        worker.submit(jobs[1:])
+        while held_up and len(device.begun) < 2:
+            await asyncio.sleep(0)
+        if held_up:
+            time.sleep(0.2)  # both end
+        for job in jobs:
+            await answer(job)
+    assert device.begun[-1] - device.begun[-2] > 0.02
 
 
 @on_a_loop
