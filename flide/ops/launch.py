@@ -47,7 +47,7 @@ class LaunchTable:
         conv_warps: warps of one convolution program.
         prepare_programs: prepare programs of a multiprocessor.
         prepare_warps: warps of one prepare program.
-        large_rows: streams of more rows prepare their short chunks by a launch of its own.
+        large_rows: streams of more rows prepare their short chunks by a launch of their own.
         short_programs: programs of a multiprocessor that prepare short chunks.
         short_warps: warps of one of them.
         scan_columns: value columns of one scan program, at most.
@@ -83,7 +83,7 @@ SM_90 = LaunchTable(
     conv_warps=4,
     prepare_programs=2,
     prepare_warps=4,
-    large_rows=8192,
+    large_rows=16_384,
     short_programs=16,
     short_warps=1,
     scan_columns=64,

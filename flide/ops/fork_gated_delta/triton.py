@@ -1,8 +1,8 @@
 """Triton kernels of the forked gated delta rule; the formula stands in ``reference.py``.
 
-A *convolution* launch convolves, activates and normalises rows. A *prepare* launch then does all that needs no
-recurrent state, for every chunk of every segment at once: the gates and the inverse of each chunk's triangle, which
-turns the rule inside a chunk into products::
+A *convolution* launch convolves, activates and normalises rows. A *prepare* launch (in large streams one more, for
+short chunks) then does all that needs no recurrent state, for every chunk of every segment at once: the gates and the
+inverse of each chunk's triangle, which turns the rule inside a chunk into products::
 
     T = (I + A)^-1 diag(beta);   P = tril(exp(G_i - G_j) Q K^T) T;   W = T^T diag(exp(G_L - G)) K
 
@@ -328,7 +328,7 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """All chunks, in tiles of ROWS = L = 2^LEVELS rows. Where SHORT > 0, chunks of at most SHORT rows are left to a
+    """All chunks, in tiles of ROWS = 2^LEVELS rows. Where SHORT > 0, chunks of at most SHORT rows are left to a
     launch with ROWS = SHORT: every second chunk of many branches is as short."""
     o_l = tl.arange(0, ROWS)
     o_k = tl.arange(0, KP)
@@ -747,7 +747,7 @@ def fork_gated_delta_triton(
         num_warps=table.conv_warps,
     )
     tiles = [(CHUNK, table.prepare_programs, table.prepare_warps)]
-    has_short = num_rows > table.large_rows  # one more launch costs a small round what it saves
+    has_short = num_rows > table.large_rows  # one more launch costs most rounds what it saves
     if has_short:
         tiles.append((SHORT, table.short_programs, table.short_warps))
     for rows, tile_programs, warps in tiles:
