@@ -241,7 +241,9 @@ def test_it_is_asked_when_it_says(headers: dict[str, str], least: float, most: f
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("given", ["3600", "inf", email.utils.formatdate(time.time() + 3600, usegmt=True)])
+@pytest.mark.parametrize(
+    "given", ["3600", "inf", email.utils.formatdate(time.time() + 3600, usegmt=True)], ids=["seconds", "inf", "date"]
+)
 def test_a_long_wait_is_left_to_the_caller(given: str) -> None:
     handler, seen = answering(httpx.Response(429, headers={"retry-after": given}), OK)
     with pytest.raises(ServerError, match="429"):

@@ -401,7 +401,7 @@ class TestConfigs:
         assert "Qwen3_5ForConditionalGeneration" in text
         assert len(text) < 1000
 
-    @pytest.mark.parametrize("config", [None, 7, "text", [], {}, object()], ids=repr)
+    @pytest.mark.parametrize("config", [None, 7, "text", [], {}, object()], ids=lambda config: type(config).__name__)
     def test_only_configs_are_configs(self, config: Any) -> None:
         with pytest.raises(CheckpointError):
             Qwen35ForDecision.from_config(config)

@@ -43,8 +43,8 @@ def zstd(data: bytes, **options: int) -> bytes:
     [
         ("", TEXT),
         ("identity", TEXT),
-        ("gzip", gzip.compress(TEXT)),
-        (" GZIP ", gzip.compress(TEXT)),
+        ("gzip", gzip.compress(TEXT, mtime=0)),
+        (" GZIP ", gzip.compress(TEXT, mtime=0)),
         ("zstd", zstd(TEXT)),
         ("zstd", zstandard.ZstdCompressor(write_content_size=False).compress(TEXT)),
     ],
