@@ -29,9 +29,10 @@ def test_the_research_example_is_short() -> None:
 
 def test_ci_runs_the_readme_commands() -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "pip install -e '.[test]' && python -m pytest" in README
+    command = "python -m pytest -n 2 --dist loadfile"
+    assert f"pip install -e '.[test]' && {command}\n" in README
     assert re.search(r"pip install -q -e '\.\[test\]'", ci)
-    assert "python -m pytest" in ci
+    assert command in ci
     assert "pip install . && flide decide examples/ticket.json" in README
 
 
