@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flide.ops.launch import SM_90
-
 POISONED = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 
@@ -45,7 +43,8 @@ def large_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round is launched like one of thousands of rows: with tiles of their own for short chunks."""
     from flide.ops.fork_gated_delta import triton as delta
 
-    monkeypatch.setattr(delta, "launch_table", lambda device: replace(SM_90, large_rows=0))
+    table_of = delta.launch_table
+    monkeypatch.setattr(delta, "launch_table", lambda device: replace(table_of(device), large_rows=0))
 
 
 @pytest.fixture(autouse=True)

@@ -222,15 +222,19 @@ def test_delta_rule_in_float32(shapes: list[Shape], key_heads: int, heads: int) 
     assert not out[rows:].any()
 
 
-@pytest.mark.parametrize("shapes", [pytest.param(ROUNDS[name], id=name) for name in (*FAST, "short_last_chunks")])
-def test_delta_rule_of_branches_without_a_pipeline(shapes: list[Shape]) -> None:
-    """From 64 columns on. Leaves of one chunk start from rounded states; short last chunks have small tiles."""
+def check_without_a_pipeline(shapes: list[Shape]) -> None:
     meta = pack(shapes)
     delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32, value_dim=64)
     out, *_ = delta.kernel(meta)
     expected, *_ = delta.reference(meta, torch.float64)
     assert relative_error(out.double(), expected) <= FP32_RELATIVE
     assert not out[int(meta.segment_offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize("shapes", [pytest.param(ROUNDS[name], id=name) for name in (*FAST, "short_last_chunks")])
+def test_delta_rule_of_branches_without_a_pipeline(shapes: list[Shape]) -> None:
+    """From 64 columns on. Leaves of one chunk start from rounded states; short last chunks have small tiles."""
+    check_without_a_pipeline(shapes)
 
 
 AROUND_THE_TILE: list[Shape] = [(15, [16, 17]), (80, [(81, [79]), 1]), (64, [])]
@@ -244,12 +248,7 @@ AROUND_THE_TILE: list[Shape] = [(15, [16, 17]), (80, [(81, [79]), 1]), (64, [])]
     ],
 )
 def test_delta_rule_of_large_rounds(large_rounds: None, shapes: list[Shape]) -> None:
-    meta = pack(shapes)
-    delta = Delta(meta.tokens.shape[0], torch.float32, key_heads=1, heads=2, dim=32, value_dim=64)
-    out, *_ = delta.kernel(meta)
-    expected, *_ = delta.reference(meta, torch.float64)
-    assert relative_error(out.double(), expected) <= FP32_RELATIVE
-    assert not out[int(meta.segment_offsets[-1]) :].any()
+    check_without_a_pipeline(shapes)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), pytest.param(48, 80, marks=slow)])

@@ -175,8 +175,8 @@ async def test_a_start_that_took_long_once_changes_little() -> None:
     assert device.begun[-1] - device.begun[-2] > 0.02, "as late as may be, again"
     (job,) = jobs_of("alone")
     used = time.process_time()
-    device.seconds = 0.3  # of which it knows the first 0.05
-    worker._seconds = dict.fromkeys(worker._seconds, 0.3)
+    device.seconds = 0.3
+    worker._seconds = dict.fromkeys(worker._seconds, device.seconds)  # which it knows
     worker.submit([job])
     await answer(job)
     assert time.process_time() - used < 0.15, "nothing is to be started: nothing is waited for"
