@@ -23,6 +23,7 @@ from torch import Tensor
 from flide.heads import Head
 from flide.models.decision import ForDecision
 from flide.runtime.capacity import (
+    ALIGN,
     MAX_REQUESTS,
     MIN_CACHED_PAGES,
     capacity_ladder,
@@ -200,9 +201,12 @@ class CudaStreams:
         if self._mode == "reduce-overhead":
             _know_this_thread()
         began = time.perf_counter()
+        # Kernels of longer streams may differ from those of captured ones, and no request should wait for them.
+        longer = () if self._mode == "reduce-overhead" else (replace(self.limit, tokens=self.limit.tokens + ALIGN),)
         for depth in range(2, self.limit.depth + 1):
-            largest = self._inputs(replace(self.limit, depth=depth))
-            self._step(largest.tokens, largest)
+            for largest in (*longer, self.limit):
+                meta = self._inputs(replace(largest, depth=depth))
+                self._step(meta.tokens, meta)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what the first call used outside of graphs
         compiled = time.perf_counter()
@@ -308,8 +312,11 @@ class CudaStreams:
 
     def _inputs(self, capacity: StreamCapacity) -> ForkMetadata:
         """An inert stream of some capacity; all of them share one arena."""
-        arena = self._arena[: arena_size(capacity)]
-        arena.copy_(ForkMetadata.allocate(capacity).arena)
+        host = ForkMetadata.allocate(capacity)
+        if capacity.tokens > self.limit.tokens:
+            return host.to(self._device)
+        arena = self._arena[: host.arena.numel()]
+        arena.copy_(host.arena)
         return ForkMetadata.over(arena, capacity)
 
     def _capture(self, meta: ForkMetadata, pool: Any) -> _Graph:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from flide import DecisionRequest, Engine, EngineConfig, Noul
 from flide.heads import OptionHead
 from flide.models import Qwen35ForDecision
 from flide.models.qwen3_5 import Qwen35Config
+from flide.ops.fork_gated_delta import triton as delta
+from flide.ops.launch import launch_table
 from flide.runtime import ForkMetadata, StreamCapacity, TokenTree
 from flide.runtime.capacity import needed_by, smallest_that_holds
 from flide.runtime.graphs import CudaStreams, GraphMode
@@ -210,6 +214,24 @@ def test_a_round_no_capacity_holds_runs_uncaptured(captured: Captured) -> None:
     assert 1e-5 < run.seconds < 60
     assert len(captured.streams._graphs) == graphs
     assert torch.equal(captured.logits(small), before)
+
+
+def test_the_first_stream_longer_than_any_graph_compiles_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is prepared in another way than any captured one."""
+    table = replace(launch_table(torch.device("cuda")), large_rows=MAX_TOKENS)
+    monkeypatch.setattr(delta, "launch_table", lambda device: table)
+    delta._prepare_kernel.device_caches.clear()  # of what other tests have compiled
+    before, compiled = torch.cuda.current_stream(), []
+    try:
+        captured = Captured("explicit", compile=False)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, repr, **_: compiled.append(repr))
+        trees = [TokenTree([1] * (MAX_TOKENS + 300), (TokenTree([2] * 20), TokenTree([3])))]
+        logits, run = captured.submit(trees).result()
+    finally:
+        torch.cuda.set_stream(before)
+    assert np.isfinite(logits).all()
+    assert not run.captured
+    assert not compiled
 
 
 def test_more_trunks_than_scratch_are_refused_and_nothing_is_lost(captured: Captured) -> None:
