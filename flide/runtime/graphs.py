@@ -311,7 +311,7 @@ class CudaStreams:
         return _PendingOnDevice(self, buffers, needed.readouts, rows=host.capacity.tokens, captured=False)
 
     def _inputs(self, capacity: StreamCapacity) -> ForkMetadata:
-        """An inert stream of some capacity; all of them share one arena."""
+        """An inert stream of some capacity; all that a graph may hold share one arena."""
         host = ForkMetadata.allocate(capacity)
         if capacity.tokens > self.limit.tokens:
             return host.to(self._device)
