@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ def engine() -> Iterator[Any]:
 
     with tiny_engine(EngineConfig(device="cpu")) as shared:
         yield shared
+
+
+def pytest_configure() -> None:
+    """Ctrl-C ends what tests start where it does not end the tests, too: in the background of a shell's script."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -134,15 +134,6 @@ def test_many_threads_share_one_engine(engine: Engine) -> None:
     assert not failures
 
 
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Python's handler: a shell that starts a job in the background has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_interrupts_the_caller_and_spares_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run, entered = RoundRunner.begin, threading.Event()
 
@@ -259,7 +250,6 @@ def test_requests_results_and_errors_survive_copies_and_pickles(engine: Engine) 
 # --- interruption and cancellation
 
 
-@pytest.mark.usefixtures("sigint")
 def test_after_ctrl_c_nothing_else_of_the_call_runs(narrow: Engine, rounds: Rounds) -> None:
     rounds.hold()
 
