@@ -62,7 +62,7 @@ class Direct:
         self._server = Server(settings, signals=False)
         self._turn = itertools.count()
         self._listening: socket.socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._serving: asyncio.Task[None] | None = None
         self._takes_next = True
         self._last = 0.0  # when something came, in seconds of the loop's clock
 
@@ -79,17 +79,19 @@ class Direct:
         listening.setblocking(False)
         self._listening = listening
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._server.serve(sockets=[])), loop.create_task(self._accept(listening))]
+        self._serving = loop.create_task(self._server.serve(sockets=[]))
+        loop.add_reader(listening.fileno(), self._accept, listening)
 
     async def end(self) -> None:
         """Answer what was taken, and take nothing new."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+            self._server.accept_all(listening)
+            listening.close()
         self._server.should_exit = True
-        if self._listening is not None:
-            serving, accepting = self._tasks
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
-            self._listening.close()
-            await serving
+        if self._serving is not None:
+            await self._serving
         self._decisions.end()
 
     def hurry(self) -> None:
@@ -98,17 +100,25 @@ class Direct:
         for task in self._server.server_state.tasks:
             task.cancel()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-                if self._is_quiet() or not self._hand_over(sock):
-                    self._server.adopt(sock)
-                    self._stir()
-            except OSError as error:  # of a connection that is gone, or of too many open files
-                logger.warning("a connection was not accepted: %s", error)
-                await asyncio.sleep(FULL)
+    def _accept(self, listening: socket.socket) -> None:
+        """Take the connection that waits."""
+        try:
+            sock, _ = listening.accept()
+        except BlockingIOError:  # it has left
+            return
+        except OSError as error:  # of the connection, or of too many open files
+            logger.warning("a connection was not accepted: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listening.fileno())
+            loop.call_later(FULL, self._accept_again)
+            return
+        if self._is_quiet() or not self._hand_over(sock):
+            self._server.adopt(sock)
+            self._stir()
+
+    def _accept_again(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept, self._listening)
 
     def _is_quiet(self) -> bool:
         scheduler = self._backend.scheduler
@@ -145,7 +155,7 @@ class Direct:
 
     def _choose(self, takes_next: bool) -> None:
         self._takes_next = takes_next
-        if self._listening is not None and not self._server.should_exit:
+        if self._listening is not None:
             _attach(self._listening, _to_the_first() if takes_next else _to_others(self._frontends))
 
     def _protocol(self) -> type[BoundedProtocol]:

@@ -20,6 +20,7 @@ MOST_HEAD_BYTES = 64 << 10  # of a request line with its headers; also of traile
 MOST_UPGRADES = 8  # to other protocols, that requests ask for which come together
 EXCHANGE = "flide.exchange"  # where a request's scope has its Exchange
 HEAD_SECONDS = 10.0  # in which a head has to be there; longer than a connection is kept that sends nothing
+LAST_SECONDS = 0.2  # for which a server that ends waits for requests that are on their way
 
 
 class Exchange:
@@ -102,6 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _upgrades = 0
     _is_again = False  # a head is read that was read before
     _head_is_new = False  # what comes now came together with the head
+    _is_ending = False  # the server is
     _refusal: Fault | None = None
     _patience: asyncio.TimerHandle | None = None
 
@@ -150,6 +152,8 @@ class BoundedProtocol(HttpToolsProtocol):
             exchange = _exchange_of(self.scope)
             exchange.begin(self.cycle)
             self._unanswered.append(exchange)
+            if self._is_ending:
+                self.cycle.keep_alive = False
         self._is_again = False
 
     def on_message_complete(self) -> None:
@@ -183,6 +187,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and not self.transport.is_closing():
             self._await_head()
 
+    def shutdown(self) -> None:
+        """The server ends: what was asked is answered, also what has not been read yet. To close a connection with that
+        on it would reset it, and nobody could tell whether the request was taken."""
+        if self._is_answering():
+            super().shutdown()
+            return
+        self._is_ending = True
+        half = LAST_SECONDS / 2
+        # Two timers, since a loop that is late runs those that are due before it reads.
+        self.loop.call_later(half, self.loop.call_later, half, self._close_unless_answering)
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, or too large for one. Where a request before it still waits for its response, that
         would be taken for it."""
@@ -192,6 +207,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if not waiting or (waiting == 1 and cycle.more_body and not cycle.response_started):
             self.transport.write(_response(self._refusal or Fault.of(400, "invalid_http_error", "This is no HTTP.")))
         self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _close_unless_answering(self) -> None:
+        if not self._is_answering():
+            self.transport.close()
 
     def _name(self, size: int) -> None:
         self._named += size

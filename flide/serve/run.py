@@ -132,6 +132,13 @@ class Server(uvicorn.Server):
         self._signals, self._door = signals, door
         self._adopting: set[asyncio.Task[None]] = set()
 
+    def accept_all(self, listening: socket.socket) -> None:
+        """Serve the connections that wait to be accepted. To close the socket would reset them."""
+        listening.setblocking(False)
+        with contextlib.suppress(OSError):  # no more are there, or may be opened
+            while True:
+                self.adopt(listening.accept()[0])
+
     def adopt(self, sock: socket.socket) -> None:
         """Serve an accepted connection."""
         sock.setblocking(False)
@@ -146,6 +153,10 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_reader(self._door.fileno(), self._at_the_door, self._door)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listening in sockets or []:
+            self.accept_all(listening)
+        for server in self.servers:  # before anything is waited for, in which others could come
+            server.close()
         if self._door is not None:
             self._at_the_door(self._door)
             self._close_the_door()  # which the other process sees

@@ -10,12 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from flide import Engine, EngineConfig
 from flide.serve.app import DecisionServer
 from flide.serve.config import ServeConfig
-from flide.serve.run import uvicorn_settings
+from flide.serve.run import Server, uvicorn_settings
 from tests.tiny_model import tiny_engine
 
 BODY: dict[str, Any] = {
@@ -36,17 +35,21 @@ class Served:
         self.decisions = DecisionServer(engine, config)
         listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn_settings(around(self.decisions.app()), config, "error"))
+        self._server = Server(uvicorn_settings(around(self.decisions.app()), config, "error"), signals=False)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]}, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline, "the server does not start"
             time.sleep(0.01)
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """As a signal does."""
         self._server.should_exit = True
-        self._thread.join(30)
+
+    def stop(self) -> None:
+        self.end()
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -39,6 +42,13 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
+def ask(url: str, body: Any, **headers: str) -> http.client.HTTPConnection:
+    """A connection on which a request was sent, whether or not the server has noticed."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("POST", "/v1/systemone", json.dumps(body), {"Content-Type": "application/json", **headers})
+    return connection
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) -> None:
     with serving("--model", str(tiny_model_directory()), "--alias", "nick", "--served-model-name", "tiny") as (
@@ -46,17 +56,14 @@ def test_a_server_answers_what_it_took_before_it_ends(number: signal.Signals) ->
         url,
     ):
         long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(300)}}
-        responses: list[httpx.Response] = []
-        path = f"{url}/v1/systemone"
-        thread = threading.Thread(target=lambda: responses.append(httpx.post(path, json=long, timeout=60)))
-        assert httpx.post(path, json={**BODY, "model": "nick"}, timeout=60).json()["model"] == "tiny"
-        assert [m["name"] for m in httpx.get(f"{url}/v1/models").json()["models"]] == ["tiny", "nick", "jev-latest"]
-        thread.start()
-        time.sleep(0.3)
+        nicked = httpx.post(f"{url}/v1/systemone", json={**BODY, "model": "nick"}, timeout=60)
+        assert nicked.json()["model"] == "tiny"
+        models = httpx.get(f"{url}/v1/models", timeout=60).json()["models"]
+        assert [model["name"] for model in models] == ["tiny", "nick", "jev-latest"]
+        asked = [ask(url, long) for _ in range(4)]
         process.send_signal(number)
-        thread.join(60)
-        assert [response.status_code for response in responses] == [200]
-        assert process.wait(30) == (130 if number == signal.SIGINT else 0)
+        assert [connection.getresponse().status for connection in asked] == [200] * 4
+        assert process.wait(60) == (130 if number == signal.SIGINT else 0)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import select
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -24,26 +25,16 @@ from flide.serve.config import ServeConfig
 from flide.serve.direct import MOST, Direct
 from flide.serve.run import Logs, Server, bound, run_loop, share, uvicorn_settings
 from tests.serve.conftest import BODY
+from tests.serve.running import connect, healthy, wait_until
 from tests.serve.test_cli import serving
 from tests.serve.test_frontends import children_of
 from tests.tiny_model import tiny_model_directory
-
-HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[tuple[Any, str]]:
     with serving("--model", str(tiny_model_directory()), "--frontends", "2") as running:
         yield running
-
-
-def connect(url: str) -> socket.socket:
-    return socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=30)
-
-
-def healthy(connection: socket.socket) -> bool:
-    connection.sendall(HEALTH)
-    return connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def is_taken_by(process: int, connections: list[socket.socket]) -> list[bool]:
@@ -66,62 +57,73 @@ def end(address: tuple[str, int]) -> str:
     return f"{int.from_bytes(socket.inet_aton(address[0]), 'little'):08X}:{address[1]:04X}"
 
 
-def become_quiet() -> None:
-    time.sleep(0.1)
+def connect_alone(process: int, url: str) -> socket.socket:
+    """A connection that the engine's process has, made when it had become quiet: soon after what came before."""
+    kept: list[socket.socket] = []
+
+    def is_alone() -> bool:
+        time.sleep(0.05)
+        one = connect(url)
+        if healthy(one) and is_taken_by(process, [one]) == [True]:
+            kept.append(one)
+        else:
+            one.close()
+        return bool(kept)
+
+    wait_until(is_alone)
+    return kept[0]
 
 
 def test_who_asks_alone_is_answered_by_the_engine_s_process(fleet: tuple[Any, str]) -> None:
     process, url = fleet
     for _ in range(5):
-        become_quiet()
-        with connect(url) as one:
-            assert healthy(one)
-            assert is_taken_by(process.pid, [one]) == [True]
+        connect_alone(process.pid, url).close()
 
 
 def test_of_many_that_come_at_once_it_takes_few(fleet: tuple[Any, str]) -> None:
     process, url = fleet
-    become_quiet()
-    many = [connect(url) for _ in range(100)]
-    assert all(map(healthy, many))
-    assert 1 <= sum(is_taken_by(process.pid, many)) <= MOST
+    with connect_alone(process.pid, url) as one:
+        many = [connect(url) for _ in range(100)]
+        assert all(map(healthy, many))
+        assert 1 <= sum(is_taken_by(process.pid, [one, *many])) <= MOST
     for connection in many:
         connection.close()
 
 
 def test_idle_connections_do_not_add_up(fleet: tuple[Any, str]) -> None:
     process, url = fleet
-    kept = []
-    for _ in range(MOST + 4):
-        become_quiet()
+    kept = [connect_alone(process.pid, url) for _ in range(MOST)]
+    for _ in range(4):
+        time.sleep(0.05)
         kept.append(connect(url))
         assert healthy(kept[-1])
     assert is_taken_by(process.pid, kept) == [True] * MOST + [False] * 4
     for connection in kept:
         connection.close()
-    become_quiet()
-    with connect(url) as one:
-        assert healthy(one)
-        assert is_taken_by(process.pid, [one]) == [True]
+    connect_alone(process.pid, url).close()
 
 
 def test_while_a_request_runs_all_others_are_the_frontends(fleet: tuple[Any, str]) -> None:
     process, url = fleet
-    long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(400)}}
-    become_quiet()
-    with httpx.Client(timeout=60) as asking:
-        request = asking.build_request("POST", f"{url}/v1/systemone", json=long)
-        data = request.read()
-        with connect(url) as first:
-            head = f"POST /v1/systemone HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+    questions = {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(400)}
+    data = json.dumps({**BODY, "questions": questions}).encode()
+    head = f"POST /v1/systemone HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
+
+    def takes_no_others() -> bool:
+        """False where the request had not come yet, or was answered before all others were taken."""
+        with connect_alone(process.pid, url) as first:
             first.sendall(head.encode() + data)
             time.sleep(0.05)
             others = [connect(url) for _ in range(8)]
             assert all(map(healthy, others))
+            was_running = not select.select([first], [], [], 0)[0]
             assert first.recv(4096).startswith(b"HTTP/1.1 200")
-            assert is_taken_by(process.pid, [first, *others]) == [True] + [False] * 8
+            taken = is_taken_by(process.pid, others)
             for connection in others:
                 connection.close()
+        return was_running and not any(taken)
+
+    wait_until(takes_no_others)
 
 
 class Doors:
@@ -227,11 +229,11 @@ def test_a_frontend_that_ends_is_handed_no_more(fleet: tuple[Any, str]) -> None:
     held = [connect(url) for _ in range(20)]  # which both frontends wait for before they end
     for connection in held:
         connection.sendall(UNFINISHED)
-    time.sleep(0.3)
+    processes = [process.pid, *children_of(process.pid)]
+    wait_until(lambda: all(map(any, zip(*(is_taken_by(one, held) for one in processes), strict=True))))
     ending = children_of(process.pid)[0]
     os.kill(ending, signal.SIGTERM)
-    time.sleep(0.5)  # in which what it had accepted by then may be closed
-    for _ in range(40):
+    for _ in range(20):
         burst = [connect(url) for _ in range(6)]
         assert all(map(healthy, burst))
         for connection in burst:
@@ -239,22 +241,21 @@ def test_a_frontend_that_ends_is_handed_no_more(fleet: tuple[Any, str]) -> None:
     assert Path(f"/proc/{ending}").exists(), "it has not ended yet"
     for connection in held:
         connection.close()
-    deadline = time.monotonic() + 30
-    while (
-        ending in children_of(process.pid) or len(children_of(process.pid)) < 2 or len(list(files.iterdir())) > before
-    ):
-        assert time.monotonic() < deadline, "another one takes its place, and nothing is left of it"
-        time.sleep(0.2)
+
+    def is_replaced() -> bool:
+        children = children_of(process.pid)
+        return ending not in children and len(children) == 2 and len(list(files.iterdir())) <= before
+
+    wait_until(is_replaced, "another one takes its place, and nothing is left of it")
 
 
 def test_a_second_signal_does_not_wait_for_what_was_taken() -> None:
     with serving("--model", str(tiny_model_directory()), "--frontends", "1") as (process, url), connect(url) as one:
         # A request that never comes whole.
         one.sendall(UNFINISHED)
-        time.sleep(0.2)
-        assert is_taken_by(process.pid, [one]) == [True]
+        wait_until(lambda: is_taken_by(process.pid, [one]) == [True])
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
         assert process.poll() is None, "it waits"
         process.send_signal(signal.SIGTERM)
-        process.wait(10)
+        process.wait(60)

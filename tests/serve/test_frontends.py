@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import socket
-import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,8 @@ from flide.serve.hub import Hub
 from flide.serve.remote import RemoteBackend
 from flide.serve.run import bound, ending, share
 from tests.serve.conftest import BODY
-from tests.serve.test_cli import serving
+from tests.serve.running import wait_until
+from tests.serve.test_cli import ask, serving
 from tests.tiny_model import tiny_model_directory
 
 
@@ -47,12 +47,12 @@ class Linked:
         await self.local.start()
         self.serving = asyncio.create_task(Hub(self.local).serve(self.ours, up=self.is_up.set))
         await self.remote.start()
-        await asyncio.wait_for(self.is_up.wait(), 5)
+        await asyncio.wait_for(self.is_up.wait(), 60)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.remote.drain()
-        await asyncio.wait_for(self.serving, 5)
+        await asyncio.wait_for(self.serving, 60)
         await self.local.drain()
 
     async def ask(self, body: Any = BODY, key: str = "k") -> Any:
@@ -64,7 +64,7 @@ class Linked:
 
 def in_a_loop(test: Callable[[Engine], Coroutine[Any, Any, None]]) -> Callable[[Engine], None]:
     def run(engine: Engine) -> None:
-        asyncio.run(asyncio.wait_for(test(engine), 60))
+        asyncio.run(asyncio.wait_for(test(engine), 120))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -159,12 +159,13 @@ async def test_a_frontend_without_an_engine_says_so(engine: Engine) -> None:
     async with linked:
         linked.local.scheduler._submit = lambda request: engine.submit(engine.prepare(BODY)).__class__()
         waiting = asyncio.create_task(linked.ask())
-        await asyncio.sleep(0.05)
+        while not linked.remote._places:
+            await asyncio.sleep(0.01)
         linked.serving.cancel()
         with pytest.raises(Fault) as found:
             await waiting
         assert found.value.status == 503
-        await asyncio.wait_for(linked.is_gone.wait(), 5)
+        await asyncio.wait_for(linked.is_gone.wait(), 60)
         with pytest.raises(Fault):
             await linked.ask()
         with pytest.raises(Fault):
@@ -212,11 +213,12 @@ def test_processes_answer_as_one_server(fleet: tuple[Any, str], engine: Engine) 
     assert httpx.post(f"{url}/v1/systemone", json={**BODY, "model": "x"}, headers=KEY, timeout=60).status_code == 400
     assert httpx.post(f"{url}/v1/systemone", json={"model": "nick"}, headers=KEY, timeout=60).status_code == 422
     assert httpx.get(f"{url}/ready", timeout=60).json() == {"status": "ready"}
-    deadline = time.monotonic() + 10
-    while 'status="200"} 8.0' not in (text := httpx.get(f"{url}/metrics", headers=KEY, timeout=60).text):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.1)
-    assert "flide_rounds_total" in text
+
+    def metrics() -> str:
+        return httpx.get(f"{url}/metrics", headers=KEY, timeout=60).text
+
+    wait_until(lambda: 'status="200"} 8.0' in metrics())
+    assert "flide_rounds_total" in metrics()
 
 
 def test_the_address_is_one_server_s() -> None:
@@ -244,36 +246,27 @@ def test_a_frontend_that_ends_is_replaced(fleet: tuple[Any, str]) -> None:
     children = children_of(process.pid)
     assert len(children) == 2
     os.kill(children[0], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while children_of(process.pid) == children or len(children_of(process.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: children_of(process.pid) != children and len(children_of(process.pid)) == 2)
     good = 0
-    while good < 8:  # a connection to the one that ended may still break
-        try:
+
+    def is_good() -> bool:
+        nonlocal good
+        # A connection to the one that ended may still break.
+        with contextlib.suppress(httpx.TransportError):
             good += httpx.post(f"{url}/v1/systemone", json=BODY, headers=KEY, timeout=60).status_code == 200
-        except httpx.TransportError:
-            assert time.monotonic() < deadline
+        return good == 8
+
+    wait_until(is_good)
 
 
 def test_frontends_answer_what_they_took_before_they_end(fleet: tuple[Any, str]) -> None:
     process, url = fleet
     long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(300)}}
-    responses: list[httpx.Response] = []
-
-    def ask() -> None:
-        responses.append(httpx.post(f"{url}/v1/systemone", json=long, headers=KEY, timeout=60))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
     children = children_of(process.pid)
+    asked = [ask(url, long, **KEY) for _ in range(8)]
     process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join(60)
-    assert [response.status_code for response in responses] == [200] * 4
-    assert process.wait(30) == 0
+    assert [connection.getresponse().status for connection in asked] == [200] * 8
+    assert process.wait(60) == 0
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
@@ -284,19 +277,16 @@ def test_frontends_that_end_again_and_again_are_replaced() -> None:
             before = children_of(process.pid)
             for child in before:
                 os.kill(child, signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            while len(set(children_of(process.pid)) - set(before)) < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        while True:
-            try:
-                assert httpx.get(f"{url}/ready", timeout=10).status_code == 200
-                break
-            except httpx.TransportError:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda before=before: len(set(children_of(process.pid)) - set(before)) == 2)
+
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+            return False
+
+        wait_until(is_ready)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -305,10 +295,7 @@ def test_frontends_end_with_the_process_that_has_the_engine() -> None:
         children = children_of(process.pid)
         assert children
         process.kill()
-        deadline = time.monotonic() + 30
-        while any(Path(f"/proc/{child}").exists() for child in children):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
 def test_an_engine_that_does_not_end_is_left(
@@ -319,9 +306,7 @@ def test_an_engine_that_does_not_end_is_left(
     with ending(10):
         pass
     with ending(0.01):
-        deadline = time.monotonic() + 5
-        while not codes and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: bool(codes))
     assert codes == [1]
     assert "does not end" in capsys.readouterr().err
 

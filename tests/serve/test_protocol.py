@@ -1,31 +1,34 @@
-"""What a connection may send before there is a request."""
+"""What a connection may send before there is a request, and what becomes of connections when the server ends."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from flide import Engine
 from flide.serve import protocol
+from flide.serve.app import DecisionServer
+from flide.serve.config import ServeConfig
 from tests.serve.conftest import BODY, Served
+from tests.serve.running import connect, healthy, wait_until
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/systemone HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 DATA = json.dumps(BODY).encode()
-
-
-def connect(served: Served) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+WHOLE = POST.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(DATA)) + DATA
 
 
 def exchanged(served: Served, data: bytes) -> bytes:
     """What is answered until the server closes."""
     answer = b""
-    with connect(served) as connection:
+    with connect(served.url) as connection:
         connection.sendall(data)
         while piece := connection.recv(1 << 16):
             answer += piece
@@ -47,7 +50,7 @@ def exchanged(served: Served, data: bytes) -> bytes:
 def test_what_has_no_end_is_cut(served: Served, begin: bytes, endless: bytes) -> None:
     piece = endless * (10_000 // len(endless))
     sent, answer = 0, b""
-    with connect(served) as connection:
+    with connect(served.url) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(begin)
             while sent < 8 << 20:
@@ -80,14 +83,14 @@ def test_what_is_no_http_is_refused_as_json(served: Served, data: bytes) -> None
 
 
 def test_a_refusal_is_not_taken_for_the_answer_before_it(served: Served) -> None:
-    post = POST.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(DATA)) + DATA
-    assert not exchanged(served, post + b"no request\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert not exchanged(served, WHOLE + b"no request\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
 def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    otherwise = protocol.HEAD_SECONDS
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     unread = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
-    connections = {data: connect(served) for data in (b"", b"GET", GET + b"\r\nGET", unread)}
+    connections = {data: connect(served.url) for data in (b"", b"GET", GET + b"\r\nGET", unread)}
     for data, connection in connections.items():
         connection.sendall(data)
     began, answers = time.monotonic(), {}
@@ -99,7 +102,7 @@ def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch)
                 connection.sendall(b"x")
         answers[data] = answer
         connection.close()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < otherwise
     assert answers[b""] == b""
     assert answers[b"GET"].startswith(b"HTTP/1.1 408")
     assert answers[GET + b"\r\nGET"].startswith(b"HTTP/1.1 200")
@@ -107,12 +110,11 @@ def test_heads_that_do_not_come(served: Served, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_connections_that_stay_busy_are_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
-    with connect(served) as connection:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 1.5)
+    with connect(served.url) as connection:
         for _ in range(5):
-            connection.sendall(GET + b"\r\n")
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-            time.sleep(0.1)
+            assert healthy(connection)
+            time.sleep(0.4)
 
 
 @pytest.mark.parametrize("step", [1 << 20, 7])
@@ -125,7 +127,7 @@ def test_requests_that_would_upgrade_are_answered(served: Served, step: int, chu
     if not chunked:
         head, body = head.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(DATA)), DATA
     data = GET + upgrade + head + body + GET + b"Connection: close\r\n\r\n"
-    with connect(served) as connection:
+    with connect(served.url) as connection:
         for begin in range(0, len(data), step):
             connection.sendall(data[begin : begin + step])
         answer = b""
@@ -140,3 +142,82 @@ def test_upgrades_without_end(served: Served) -> None:
     with contextlib.suppress(ConnectionError):
         exchanged(served, upgrade * 2000)
     assert exchanged(served, GET + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+@pytest.fixture
+def ending(engine: Engine) -> Iterator[Served]:
+    """A server for a test to end."""
+    served = Served(engine, ServeConfig())
+    yield served
+    served.stop()
+
+
+def answer_on(connection: socket.socket) -> bytes:
+    """All that comes."""
+    answer = b""
+    while piece := connection.recv(1 << 16):
+        answer += piece
+    return answer
+
+
+def accepts(served: Served) -> bool:
+    try:
+        connect(served.url).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "kept"])
+def test_what_comes_on_a_connection_while_the_server_ends_is_answered(
+    ending: Served, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    monkeypatch.setattr(protocol, "LAST_SECONDS", 60.0)
+    with connect(ending.url) as connection:
+        if not is_new:
+            assert healthy(connection)
+        ending.end()
+        wait_until(lambda: not accepts(ending))
+        connection.sendall(WHOLE[:30])
+        connection.sendall(WHOLE[30:])
+        answer = answer_on(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+
+
+def test_connections_on_which_nothing_comes_do_not_keep_the_server(ending: Served) -> None:
+    with connect(ending.url) as silent, connect(ending.url) as begun, connect(ending.url) as kept:
+        begun.sendall(GET)
+        assert healthy(kept)
+        began = time.monotonic()
+        ending.stop()
+        assert time.monotonic() - began < protocol.HEAD_SECONDS
+        assert answer_on(silent) == answer_on(kept) == b""
+        with contextlib.suppress(ConnectionResetError):  # a part of a head was not read
+            assert answer_on(begun) == b""
+
+
+def test_no_connection_is_reset_when_the_server_ends(ending: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those that it has not accepted yet, nor those whose requests it has not read."""
+    let_go, admit = threading.Event(), DecisionServer._admit
+
+    def hold_up(*arguments: Any) -> Any:  # on the event loop
+        assert let_go.wait(60)
+        return admit(*arguments)
+
+    monkeypatch.setattr(DecisionServer, "_admit", hold_up)
+    asked = [connect(ending.url) for _ in range(100)]
+    for connection in asked:
+        assert healthy(connection)
+    with connect(ending.url) as held_up:
+        held_up.sendall(WHOLE)
+        asked += [connect(ending.url) for _ in range(100)]
+        for connection in asked:
+            connection.sendall(GET + b"\r\n")
+        ending.end()
+        time.sleep(0.2)  # so that it looks for its end first
+        let_go.set()
+        assert answer_on(held_up).startswith(b"HTTP/1.1 200")
+    for connection in asked:
+        with connection:
+            assert answer_on(connection).startswith(b"HTTP/1.1 200")
