@@ -237,7 +237,7 @@ def test_it_is_asked_when_it_says(headers: dict[str, str], least: float, most: f
     handler, seen = answering(httpx.Response(503, headers=headers), OK)
     began = time.monotonic()
     assert decide(handler, [REQUEST]) == [EXPECTED]
-    assert least <= time.monotonic() - began < most + 1.0  # room for a busy machine
+    assert least <= time.monotonic() - began < most + 10  # room for a busy machine
     assert len(seen) == 2
 
 

@@ -328,7 +328,7 @@ def test_draining_waits_for_nothing_that_nobody_waits_for() -> None:
         await settle()
         assert engine.given[0][1].set_running_or_notify_cancel()  # and it never ends
         task.cancel()
-        await asyncio.wait_for(scheduler.drain(), 1)
+        await asyncio.wait_for(scheduler.drain(), 20)
 
     run(test)
 

