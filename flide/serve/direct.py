@@ -110,6 +110,7 @@ class Direct:
             logger.warning("a connection was not accepted: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(listening.fileno())
+            self._choose(False)
             loop.call_later(FULL, self._accept_again)
             return
         if self._is_quiet() or not self._hand_over(sock):
@@ -119,6 +120,7 @@ class Direct:
     def _accept_again(self) -> None:
         if self._listening is not None:
             asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept, self._listening)
+            self._look()
 
     def _is_quiet(self) -> bool:
         scheduler = self._backend.scheduler

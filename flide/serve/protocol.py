@@ -123,6 +123,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._came_to_something = self._head_is_new = False
         self._arrived, self._upgrades = data, 0
         super().data_received(data)
+        if self._is_ending:
+            self._announce_end()
         self._idle = 0 if self._came_to_something else self._idle + len(data)
         if self._idle > MOST_HEAD_BYTES and not self.transport.is_closing():
             self._refusal = _too_large()
@@ -152,8 +154,6 @@ class BoundedProtocol(HttpToolsProtocol):
             exchange = _exchange_of(self.scope)
             exchange.begin(self.cycle)
             self._unanswered.append(exchange)
-            if self._is_ending:
-                self.cycle.keep_alive = False
         self._is_again = False
 
     def on_message_complete(self) -> None:
@@ -190,13 +190,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """The server ends: what was asked is answered, also what has not been read yet. To close a connection with that
         on it would reset it, and nobody could tell whether the request was taken."""
-        if self._is_answering():
-            super().shutdown()
-            return
         self._is_ending = True
+        self._announce_end()
         half = LAST_SECONDS / 2
         # Two timers, since a loop that is late runs those that are due before it reads.
-        self.loop.call_later(half, self.loop.call_later, half, self._close_unless_answering)
+        self.loop.call_later(half, self.loop.call_later, half, super().shutdown)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, or too large for one. Where a request before it still waits for its response, that
@@ -208,12 +206,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(_response(self._refusal or Fault.of(400, "invalid_http_error", "This is no HTTP.")))
         self.transport.close()
 
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _close_unless_answering(self) -> None:
-        if not self._is_answering():
-            self.transport.close()
+    def _announce_end(self) -> None:
+        """The last of the requests that are here ends the connection, once all of it is here."""
+        if self.cycle is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            self.cycle.keep_alive = False
 
     def _name(self, size: int) -> None:
         self._named += size

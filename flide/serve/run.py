@@ -135,9 +135,13 @@ class Server(uvicorn.Server):
     def accept_all(self, listening: socket.socket) -> None:
         """Serve the connections that wait to be accepted. To close the socket would reset them."""
         listening.setblocking(False)
-        with contextlib.suppress(OSError):  # no more are there, or may be opened
-            while True:
+        for _ in range(BACKLOG + 1):  # as many as can wait; who comes meanwhile, again and again, would have no end
+            try:
                 self.adopt(listening.accept()[0])
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # no more are there, or may be opened
+                return
 
     def adopt(self, sock: socket.socket) -> None:
         """Serve an accepted connection."""
@@ -162,6 +166,8 @@ class Server(uvicorn.Server):
             self._close_the_door()  # which the other process sees
         if self._adopting:
             await asyncio.wait(self._adopting)
+        for _ in range(3):  # turns, in which asyncio makes a connection of what it has accepted
+            await asyncio.sleep(0)
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -235,6 +241,11 @@ def run_uvicorn(
     app: ASGIApp, config: ServeConfig, logs: Logs, listening: socket.socket, *, door: socket.socket | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, and then answer what was taken. ``door``: see :class:`Server`."""
-    # uvicorn raises the signal that ended it once more, when all is answered.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    Server(uvicorn_settings(app, config, logs.level), door=door).run(sockets=[listening])
+    server = Server(uvicorn_settings(app, config, logs.level), door=door)
+
+    def end(number: int, frame: object) -> None:
+        server.should_exit = True
+
+    # Until uvicorn waits for it; and uvicorn raises the signal that ended it once more, when all is answered.
+    signal.signal(signal.SIGTERM, end)
+    server.run(sockets=[listening])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import select
@@ -167,6 +168,34 @@ def test_where_no_frontend_takes_a_connection_it_is_the_engine_s(engine: Engine)
                 assert [answer.status_code for answer in answers] == [200] * 9
             for sock in (gone, full, unread):
                 sock.close()
+
+    run_loop(test())
+
+
+def test_where_it_may_open_no_more_files_connections_are_the_frontends_for_a_while(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "FULL", 0.2)
+
+    async def test() -> None:
+        async with Doors(engine) as played:
+            listening = played.direct._listening
+            assert listening is not None
+
+            class Full:
+                def fileno(self) -> int:
+                    return listening.fileno()
+
+                def accept(self) -> Any:
+                    raise OSError(errno.EMFILE, "Too many open files")
+
+            assert played.direct._takes_next
+            played.direct._accept(Full())  # type: ignore[arg-type]
+            assert not played.direct._takes_next
+            answer = await asyncio.to_thread(httpx.get, f"{played.url}/health", timeout=60)
+            assert answer.status_code == 200, "it takes connections again, of which it is the only one here"
+            while not played.direct._takes_next:
+                await asyncio.sleep(0.01)
 
     run_loop(test())
 

@@ -189,9 +189,8 @@ async def test_counts_are_kept_by_the_engine_s_process(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[tuple[Any, str]]:
-    with serving(
-        "--model", str(tiny_model_directory()), "--frontends", "2", "--api-key", "k", "--alias", "nick"
-    ) as running:
+    options = ("--api-key", "k", "--alias", "nick", "--max-queue-ms", "60000")
+    with serving("--model", str(tiny_model_directory()), "--frontends", "2", *options) as running:
         yield running
 
 
@@ -261,7 +260,7 @@ def test_a_frontend_that_ends_is_replaced(fleet: tuple[Any, str]) -> None:
 
 def test_frontends_answer_what_they_took_before_they_end(fleet: tuple[Any, str]) -> None:
     process, url = fleet
-    long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(300)}}
+    long = {**BODY, "questions": {f"q{i}": {"type": "noul", "instructions": f"Is {i} said?"} for i in range(100)}}
     children = children_of(process.pid)
     asked = [ask(url, long, **KEY) for _ in range(8)]
     process.send_signal(signal.SIGTERM)

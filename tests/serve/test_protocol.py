@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from flide import Engine
-from flide.serve import protocol
+from flide.serve import protocol, run
 from flide.serve.app import DecisionServer
 from flide.serve.config import ServeConfig
+from flide.serve.run import Logs, Server, uvicorn_settings
 from tests.serve.conftest import BODY, Served
 from tests.serve.running import connect, healthy, wait_until
 
@@ -183,6 +185,72 @@ def test_what_comes_on_a_connection_while_the_server_ends_is_answered(
         answer = answer_on(connection)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in answer
+
+
+def test_of_requests_that_come_together_while_the_server_ends_all_are_answered(
+    ending: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LAST_SECONDS", 60.0)
+    with connect(ending.url) as connection:
+        ending.end()
+        wait_until(lambda: not accepts(ending))
+        connection.sendall(GET + b"\r\n" + WHOLE + GET + b"\r\n" + WHOLE)
+        assert answer_on(connection).count(b"HTTP/1.1 200") == 4
+
+
+def test_what_is_refused_before_it_is_read_while_the_server_ends_is_read(
+    ending: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To close at once would reset the connection, and might take the refusal along."""
+    monkeypatch.setattr(protocol, "LAST_SECONDS", 3.0)
+    size = 1 << 20
+    with connect(ending.url) as connection:
+        ending.end()
+        wait_until(lambda: not accepts(ending))
+        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size)
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        connection.sendall(b" " * size)
+        assert answer_on(connection)
+
+
+def test_many_that_come_while_the_server_ends_do_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flooded:
+        came = 0
+
+        def setblocking(self, flag: bool) -> None:
+            assert not flag
+
+        def accept(self) -> Any:
+            self.came += 1
+            if self.came == 2:
+                raise ConnectionAbortedError
+            return self.came, None
+
+    monkeypatch.setattr(run, "BACKLOG", 5)
+    server, flooded, adopted = Server(uvicorn_settings(None, ServeConfig(), "error")), Flooded(), []  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "adopt", adopted.append)
+    server.accept_all(flooded)  # type: ignore[arg-type]
+    assert adopted == [1, 3, 4, 5, 6]
+
+
+def test_a_signal_that_comes_before_the_first_connection_ends_the_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Server.run
+
+    def late(server: Server, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        loop(server, **options)
+
+    monkeypatch.setattr(Server, "run", late)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            run.run_uvicorn(
+                DecisionServer(engine, ServeConfig()).app(), ServeConfig(), Logs("error", "text"), listening
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_connections_on_which_nothing_comes_do_not_keep_the_server(ending: Served) -> None:
