@@ -61,7 +61,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def served(engine: Engine) -> Iterator[Served]:
-    served = Served(engine, ServeConfig(body_timeout=2.0, max_body_bytes=1 << 20))
+    served = Served(engine, ServeConfig(body_timeout=4.0, max_wait=60.0, max_body_bytes=1 << 20))
     yield served
     served.stop()
 
