@@ -23,7 +23,8 @@ def read(data: bytes, encoding: str = "", *, step: int = 1000, limit: int = LIMI
             await asyncio.sleep(pause)
             yield data[begin : begin + step]
 
-    body = asyncio.run(read_body(chunks(), declared=None, max_bytes=limit, timeout=0.2))
+    timeout = 0.2 if pause else 60.0
+    body = asyncio.run(read_body(chunks(), declared=None, max_bytes=limit, timeout=timeout))
     return unpack(body, known_encoding(encoding), limit)
 
 
