@@ -3,7 +3,8 @@
 A request that comes over a socket is planned, packed and launched by the thread that read it, and that thread looks
 again and again whether the device is done: nobody has to be woken, and no two threads share an interpreter. It looks
 for a while longer for who asks again at once, since a core that sleeps takes as long to wake as a short body to be
-parsed. While one round runs the next is started, as late as may be, so that as many as may be are in it.
+parsed. While one round runs the next is started, as late as may be, so that as many as may be are in it; the answer of
+who has a round alone is rehearsed before that ends.
 
 Only for devices that work by themselves (``RoundRunner.can_change_threads``): others would hold the loop.
 """
@@ -32,6 +33,7 @@ AHEAD, MOST_AHEAD = 1e-3, 10e-3
 WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
 LOOK = 1e-3
 LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
+REHEARSAL = 6e-4  # seconds before it should be there in which the answer of who asks alone is rehearsed
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
 
 
@@ -123,6 +125,7 @@ class LoopWorker(JobQueue):
                 self._end(seen=seen)
                 seen = False
             self._start()
+            self._rehearse()
         finally:
             self._is_stepping = False
             self._come_again()
@@ -170,6 +173,15 @@ class LoopWorker(JobQueue):
                 self._following = self._round(batch, plan)
             if self._following is not None:
                 self._start_seconds = max(time.perf_counter() - began, 0.9 * self._start_seconds)
+
+    def _rehearse(self) -> None:
+        """Rehearse the answer of a request that has the round to itself, once that should end soon; never later: what
+        has ended would wait."""
+        running = self._running
+        if running is None or running.is_rehearsed or len(running) > 1 or self._waiting or self._following is not None:
+            return
+        if 0.5 * REHEARSAL < self._time_left() < REHEARSAL:
+            running.rehearse()
 
     def _round(self, batch: list[Job], plan: RoundPlan) -> Round | None:
         return Round(self._runner, batch, partial(self._runner.begin, plan), rows=plan.rows) if batch else None

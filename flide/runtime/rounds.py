@@ -39,6 +39,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 logger = logging.getLogger("flide.engine")
 
 UNLIMITED = 1 << 30
+MOST_REHEARSED = 256  # places for options of a request: its answers take a third of a millisecond then
 NO_REUSE = Reuse()
 
 
@@ -151,6 +152,15 @@ class PreparedRequest:
         usage = Usage(self.needed.tokens, len(answers), self.shared, logits.reused_tokens)
         return Decision(model=model_name, answers=answers, usage=usage)
 
+    def rehearse(self, model_name: str, temperatures: Mapping[str, float]) -> None:
+        """Make a decision of made-up logits and forget it: code and data that were not used for some milliseconds come
+        from memory, better while the device works than when it is done. Of large requests nothing, which takes long."""
+        is_option_QO = self.reads.is_option_QO
+        if is_option_QO.size > MOST_REHEARSED:
+            return
+        falling_O = -np.arange(is_option_QO.shape[1], dtype=np.float64)  # one option is the best, as mostly
+        self.result(OptionLogits(np.where(is_option_QO, falling_O, -np.inf)), model_name, temperatures)
+
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
         if not self.tree.children:
@@ -200,6 +210,9 @@ class LogitsRequest(Compact):
 
     def result(self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]) -> OptionLogits:
         return logits
+
+    def rehearse(self, model_name: str, temperatures: Mapping[str, float]) -> None:
+        """Decisions are made elsewhere."""
 
 
 Runnable: TypeAlias = PreparedRequest | LogitsRequest
@@ -445,3 +458,7 @@ class RoundRunner:
 
     def result(self, request: Runnable, logits: OptionLogits) -> Any:
         return request.result(logits, self._model_name, self._temperatures)
+
+    def rehearse(self, request: Runnable) -> None:
+        """See :meth:`PreparedRequest.rehearse`."""
+        request.rehearse(self._model_name, self._temperatures)

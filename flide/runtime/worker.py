@@ -209,12 +209,14 @@ class Round:
 
     Attributes:
         rows: it computes.
+        is_rehearsed: whether :meth:`rehearse` was called.
     """
 
     def __init__(
         self, runner: RoundRunner, batch: list[Job], begin: Callable[[], PendingRound], *, rows: int = 0
     ) -> None:
         self._runner, self._batch, self.rows = runner, batch, rows
+        self.is_rehearsed = False
         self._outcome: PendingRound | BaseException
         try:
             self._outcome = begin()
@@ -230,6 +232,15 @@ class Round:
             return isinstance(self._outcome, BaseException) or self._outcome.is_done()
         except Exception:  # noqa: BLE001 - the device has failed, which is reported where the answer is awaited
             return True
+
+    def rehearse(self) -> None:
+        """See :meth:`PreparedRequest.rehearse`; of each request, once."""
+        self.is_rehearsed = True
+        try:
+            for job in self._batch:
+                self._runner.rehearse(job.prepared)
+        except Exception:  # what is wrong with an answer is told where it is made
+            logger.exception("an answer could not be rehearsed")
 
     def finish(self) -> None:
         """Wait for the answers and deliver them."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import flide.runtime.rounds as rounds_module
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
 from flide.runtime.plan import RoundPlan
 from flide.runtime.prompt import ChatFormat
@@ -349,6 +350,31 @@ def test_nothing_of_a_call_is_kept(engine: Engine) -> None:
     gc.collect()
     # Other libraries' futures may be about; ours are held by jobs.
     assert [o for o in gc.get_objects() if type(o) in (Job, PreparedRequest)] == []
+
+
+# --- rehearsals
+
+
+def test_a_rehearsal_answers_every_question_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_engine(EngineConfig(device="cpu")) as engine:
+        names = [f"q{i}" for i in range(12)]
+        asked = {name: Choice(name, ["a", "b", "c"][: 2 + i % 2]) for i, name in enumerate(names)}
+        questions = {**asked, "noul": Noul("x"), "score": Score("x", ["low", "high"])}
+        prepared = engine.prepare(DecisionRequest("it", questions))
+        before = engine.submit(prepared).result(TIMEOUT)
+        made: list[Any] = []
+        answer_questions = rounds_module.answer_questions
+        monkeypatch.setattr(rounds_module, "answer_questions", lambda *x: made.append(answer_questions(*x)) or made[-1])
+        engine._runner.rehearse(prepared)
+        (answers,) = made
+        assert list(answers) == list(questions)
+        # As answers mostly are: where two options are as probable, another way is taken.
+        assert all(len(set(answers[name].probabilities.values())) == len(asked[name].criteria) for name in names)
+        large = {f"q{i}": Noul("x") for i in range(rounds_module.MOST_REHEARSED // 2 + 1)}
+        engine._runner.rehearse(engine.prepare(DecisionRequest("it", large)))
+        engine._runner.rehearse(rounds_module.LogitsRequest.of(prepared))
+        assert len(made) == 1, "what takes long, or is made elsewhere, is not rehearsed"
+        assert engine.submit(prepared).result(TIMEOUT) == before
 
 
 # --- closing

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flide.runtime import StreamCapacity
-from flide.runtime.loop_worker import AHEAD, LINGER, LoopWorker
+from flide.runtime.loop_worker import AHEAD, LINGER, REHEARSAL, LoopWorker
 from flide.runtime.worker import ENOUGH, Job
 from tests.runtime.test_worker import TIMEOUT, Picky, Runner, jobs_of
 
@@ -70,6 +70,7 @@ class Device(Runner):
         self.begun: list[float] = []
         self.fail: Callable[[list[Any]], None] = lambda names: None
         self.free = 0.0  # when the device is
+        self.ahead: list[float] = []  # seconds before the end of a round in which an answer was rehearsed
 
     def run_on_this_thread(self) -> None:
         self.thread = threading.current_thread()
@@ -85,6 +86,10 @@ class Device(Runner):
         pending = Round(self, names, self.free)
         self.pending.append(pending)
         return pending
+
+    def rehearse(self, request: Any) -> None:
+        super().rehearse(request)
+        self.ahead.append(self.pending[-1].end - self.clock.perf_counter())
 
 
 class Round:
@@ -248,6 +253,60 @@ async def test_what_ended_unseen_tells_nothing_of_how_long_it_took(clock: Clock)
         for job in jobs:
             await answer(job)
     assert device.begun[-1] - device.begun[-2] > 0.02
+
+
+@on_a_clock
+async def test_the_answer_of_who_has_a_round_alone_is_rehearsed_once_before_it_is_there(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    worker = worker_of(device)
+    for name in "abc":
+        (job,) = jobs_of(name)
+        worker.submit([job])
+        assert await answer(job) == f"answer to {name}"
+    assert device.rehearsed == ["b", "c"], "how long a round lasts is not known before the first one"
+    assert all(0.4 * REHEARSAL < seconds < 1.1 * REHEARSAL for seconds in device.ahead)
+
+    several = jobs_of("d", "e")
+    worker.submit(several[:1])
+    worker.submit(several[1:])  # is waiting when d ends, and then alone
+    for job in several:
+        await answer(job)
+    assert device.rehearsed == ["b", "c", "e"], "others would wait for it"
+    worker.submit(jobs_of("f", "g"))
+    while len(device.pending) < 6 or not device.pending[-1].is_done():
+        await asyncio.sleep(0.001)
+    assert device.rounds[-1] == ["f", "g"]
+    assert device.rehearsed == ["b", "c", "e"]
+
+
+@on_a_clock
+async def test_nothing_is_rehearsed_when_the_answer_may_be_there(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    worker = worker_of(device)
+    for name in "ab":
+        (job,) = jobs_of(name)
+        worker.submit([job])
+        if name == "b":
+            clock.sleep(0.05 - 0.2 * REHEARSAL)  # something else has held the loop
+        await answer(job)
+    assert device.rehearsed == []
+
+
+@on_a_clock
+async def test_an_answer_that_cannot_be_rehearsed_is_given(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    worker = worker_of(device)
+
+    def refuse(request: Any) -> None:
+        device.rehearsed.append(request.name)
+        raise ValueError("no")
+
+    device.rehearse = refuse  # type: ignore[method-assign]
+    for name in "abc":
+        (job,) = jobs_of(name)
+        worker.submit([job])
+        assert await answer(job) == f"answer to {name}"
+    assert device.rehearsed == ["b", "c"]
 
 
 @on_a_loop

@@ -34,6 +34,7 @@ class Runner:
 
     def __init__(self, before: Callable[[list[Any]], Any] = lambda names: None) -> None:
         self.before, self.rounds, self.log = before, [], []
+        self.rehearsed: list[Any] = []
 
     def start(self) -> None:
         self.thread = threading.current_thread()
@@ -52,6 +53,9 @@ class Runner:
         return Pending(self, names)
 
     begin_alone = RoundRunner.begin_alone
+
+    def rehearse(self, request: Any) -> None:
+        self.rehearsed.append(request.name)
 
 
 class Picky(Runner):
