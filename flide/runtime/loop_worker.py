@@ -33,7 +33,7 @@ AHEAD, MOST_AHEAD = 1e-3, 10e-3
 WATCHED = 3e-3  # seconds before its end in which a round is watched; before that it is looked at every so often
 LOOK = 1e-3
 LINGER = 2e-3  # seconds after the last round in which the loop does not sleep
-REHEARSAL = 6e-4  # seconds before it should be there in which the answer of who asks alone is rehearsed
+REHEARSAL = 8e-4  # seconds before it should be there in which the answer of who asks alone is rehearsed
 FINENESS = 16  # rounds whose rows differ by less than one part in so many are taken to last equally long
 
 

@@ -5,6 +5,7 @@ Shapes: N readout rows, C columns of the head, Q questions, O most options of a 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from flide.runtime.checkpoints.resume import ResumedRound, resume
 from flide.runtime.checkpoints.store import CheckpointStore
 from flide.runtime.compact import Compact
 from flide.runtime.config import EngineConfig
-from flide.runtime.decision import Decision, Usage
+from flide.runtime.decision import Answer, Decision, Usage
 from flide.runtime.format import DecisionFormat, EncodedRequest, temperature_of_type
 from flide.runtime.metadata import StreamCapacity
 from flide.runtime.plan import RoundPlan, trunk_key
@@ -39,7 +40,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 logger = logging.getLogger("flide.engine")
 
 UNLIMITED = 1 << 30
-MOST_REHEARSED = 256  # places for options of a request: its answers take a third of a millisecond then
+MOST_REHEARSED = 32  # questions: scores of ten levels, which take longest, half a millisecond
 NO_REUSE = Reuse()
 
 
@@ -140,26 +141,30 @@ class PreparedRequest:
         self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]
     ) -> Decision | ModelOutputError:
         """The decision that the logits of the options make."""
-        questions, logits_QO = self.request.questions, logits.values_QO
         if not logits.are_finite(self.reads):
             return ModelOutputError("the model produced logits that are not finite")
+        answers = self._answers(self.request.questions, logits.values_QO, temperatures)
+        usage = Usage(self.needed.tokens, len(answers), self.shared, logits.reused_tokens)
+        return Decision(model=model_name, answers=answers, usage=usage)
+
+    def rehearse(self, temperatures: Mapping[str, float]) -> None:
+        """Answer the first questions as if there were logits, and forget it: code and data that were not used for some
+        milliseconds come from memory, better while the device works than when it is done."""
+        questions = dict(itertools.islice(self.request.questions.items(), MOST_REHEARSED))
+        is_option_QO = self.reads.is_option_QO[: len(questions)]
+        falling_O = -np.arange(is_option_QO.shape[1], dtype=np.float64)  # one option is the best, as mostly
+        self._answers(questions, np.where(is_option_QO, falling_O, -np.inf), temperatures)
+
+    def _answers(
+        self, questions: Mapping[str, Question], logits_QO: NDArray[np.float64], temperatures: Mapping[str, float]
+    ) -> dict[str, Answer]:
+        """Of the first questions, or all."""
         if temperatures or self.temperature is not temperature_of_type:
             divisors = [self.temperature(question, temperatures) for question in questions.values()]
             if divisors.count(1.0) < len(divisors):
                 logits_QO = logits_QO / np.array(divisors)[:, None]
         weights_QO = np.exp(logits_QO - logits_QO.max(1, keepdims=True))
-        answers = answer_questions(questions, weights_QO, self.num_options)
-        usage = Usage(self.needed.tokens, len(answers), self.shared, logits.reused_tokens)
-        return Decision(model=model_name, answers=answers, usage=usage)
-
-    def rehearse(self, model_name: str, temperatures: Mapping[str, float]) -> None:
-        """Make a decision of made-up logits and forget it: code and data that were not used for some milliseconds come
-        from memory, better while the device works than when it is done. Of large requests nothing, which takes long."""
-        is_option_QO = self.reads.is_option_QO
-        if is_option_QO.size > MOST_REHEARSED:
-            return
-        falling_O = -np.arange(is_option_QO.shape[1], dtype=np.float64)  # one option is the best, as mostly
-        self.result(OptionLogits(np.where(is_option_QO, falling_O, -np.inf)), model_name, temperatures)
+        return answer_questions(questions, weights_QO, self.num_options[: len(questions)])
 
     def alone(self) -> list[PreparedRequest]:
         """Every question as a request of its own, its prompt unforked. Only for questions of one prompt."""
@@ -211,7 +216,7 @@ class LogitsRequest(Compact):
     def result(self, logits: OptionLogits, model_name: str, temperatures: Mapping[str, float]) -> OptionLogits:
         return logits
 
-    def rehearse(self, model_name: str, temperatures: Mapping[str, float]) -> None:
+    def rehearse(self, temperatures: Mapping[str, float]) -> None:
         """Decisions are made elsewhere."""
 
 
@@ -461,4 +466,4 @@ class RoundRunner:
 
     def rehearse(self, request: Runnable) -> None:
         """See :meth:`PreparedRequest.rehearse`."""
-        request.rehearse(self._model_name, self._temperatures)
+        request.rehearse(self._temperatures)

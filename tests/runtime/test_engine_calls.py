@@ -24,7 +24,7 @@ import flide.runtime.rounds as rounds_module
 from flide import Choice, DecisionRequest, Engine, EngineConfig, Noul, RequestError, Score
 from flide.runtime.plan import RoundPlan
 from flide.runtime.prompt import ChatFormat
-from flide.runtime.rounds import PreparedRequest, RoundRunner
+from flide.runtime.rounds import LogitsRequest, PreparedRequest, RoundRunner
 from flide.runtime.worker import Job
 from tests.tiny_model import tiny_engine
 from tests.tolerance import PROBABILITY_FP32
@@ -355,26 +355,35 @@ def test_nothing_of_a_call_is_kept(engine: Engine) -> None:
 # --- rehearsals
 
 
-def test_a_rehearsal_answers_every_question_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny_engine(EngineConfig(device="cpu")) as engine:
-        names = [f"q{i}" for i in range(12)]
-        asked = {name: Choice(name, ["a", "b", "c"][: 2 + i % 2]) for i, name in enumerate(names)}
-        questions = {**asked, "noul": Noul("x"), "score": Score("x", ["low", "high"])}
-        prepared = engine.prepare(DecisionRequest("it", questions))
-        before = engine.submit(prepared).result(TIMEOUT)
+@pytest.mark.parametrize("temperatures", [None, {"choice": 2.0, "score": 0.5}])
+def test_a_rehearsal_goes_the_way_of_an_answer_and_changes_nothing(
+    temperatures: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {f"q{i}": Choice("x", ["a", "b", "c"][: 2 + i % 2]) for i in range(10)}
+    few = {**first, "noul": Noul("x"), "score": Score("x", ["low", "high", "higher"])}
+    many = {**few, **{f"r{i}": Choice("x", ["a", "b", "c", "d"]) for i in range(40)}}
+    with tiny_engine(EngineConfig(device="cpu", temperatures=temperatures)) as engine:
         made: list[Any] = []
-        answer_questions = rounds_module.answer_questions
-        monkeypatch.setattr(rounds_module, "answer_questions", lambda *x: made.append(answer_questions(*x)) or made[-1])
-        engine._runner.rehearse(prepared)
-        (answers,) = made
-        assert list(answers) == list(questions)
-        # As answers mostly are: where two options are as probable, another way is taken.
-        assert all(len(set(answers[name].probabilities.values())) == len(asked[name].criteria) for name in names)
-        large = {f"q{i}": Noul("x") for i in range(rounds_module.MOST_REHEARSED // 2 + 1)}
-        engine._runner.rehearse(engine.prepare(DecisionRequest("it", large)))
-        engine._runner.rehearse(rounds_module.LogitsRequest.of(prepared))
-        assert len(made) == 1, "what takes long, or is made elsewhere, is not rehearsed"
-        assert engine.submit(prepared).result(TIMEOUT) == before
+
+        def answer_questions(*arguments: Any) -> Any:
+            made.append(original(*arguments))
+            return made[-1]
+
+        original = rounds_module.answer_questions
+        monkeypatch.setattr(rounds_module, "answer_questions", answer_questions)
+        for questions in (few, many, {"noul": Noul("x")}):
+            prepared = engine.prepare(DecisionRequest("it", questions))
+            before = engine.submit(prepared).result(TIMEOUT)
+            made.clear()
+            engine._runner.rehearse(prepared)
+            (answers,) = made
+            assert list(answers) == list(questions)[: rounds_module.MOST_REHEARSED], "more would take long"
+            # As answers mostly are: where two options are as probable, another way is taken.
+            for name in answers.keys() & first.keys():
+                assert len(set(answers[name].probabilities.values())) == len(first[name].criteria)
+            engine._runner.rehearse(LogitsRequest.of(prepared))
+            assert len(made) == 1, "its answers are made elsewhere"
+            assert engine.submit(prepared).result(TIMEOUT) == before
 
 
 # --- closing
