@@ -178,7 +178,7 @@ class LoopWorker(JobQueue):
         """Rehearse the answer of a request that has the round to itself, once that should end soon; never later: what
         has ended would wait."""
         running = self._running
-        if running is None or running.is_rehearsed or len(running) > 1 or self._waiting or self._following is not None:
+        if running is None or running.is_rehearsed or len(running) > 1 or self._following is not None:
             return
         if 0.5 * REHEARSAL < self._time_left() < REHEARSAL:
             running.rehearse()
