@@ -197,12 +197,12 @@ class Scheduler:
 
     def _finish(self, ticket: Ticket) -> None:
         self._running.discard(ticket)
-        self._last_end = time.monotonic()
         self.running_tokens -= ticket.expected
         assert ticket.running is not None
-        if ticket.running.cancelled():  # by who left, or by an engine that ended
+        if ticket.running.cancelled():  # by who left, or by an engine that ended: no sign that it does anything
             _settle(ticket, None, unavailable("The request was dropped."))
         else:
+            self._last_end = time.monotonic()
             error = ticket.running.exception()
             result = None if error else ticket.running.result()
             if isinstance(result, Decision | OptionLogits):

@@ -345,6 +345,30 @@ def test_what_the_engine_drops_is_refused() -> None:
     run(test)
 
 
+def test_clients_that_leave_an_engine_that_hangs_do_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("flide.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def test(engine: FakeEngine, make: Any) -> None:
+        nonlocal now
+        scheduler = make()
+        hung = ask(scheduler)
+        await settle()
+        assert engine.given[0][1].set_running_or_notify_cancel()  # its round has begun and does not end
+        for seconds in range(10, 60, 10):
+            impatient = ask(scheduler)
+            await settle()
+            now += 10
+            impatient.cancel()
+            await settle()
+            assert scheduler.stuck_for == seconds
+        engine.given[0][1].set_result(Decision("m", {}, Usage(1, 0)))
+        await hung
+        assert scheduler.stuck_for == 0
+
+    run(test)
+
+
 def test_the_engine_hangs_when_it_ends_nothing_not_when_much_was_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("flide.serve.scheduler.time", SimpleNamespace(monotonic=lambda: now))
