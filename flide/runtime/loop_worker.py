@@ -151,8 +151,9 @@ class LoopWorker(JobQueue):
         now = time.perf_counter()
         if seen:
             kind, seconds = _kind(ended.rows), now - self._began
+            known = self._seconds.get(kind, seconds)
             # The shortest of late: what takes longer once does so for reasons of its own.
-            self._seconds[kind] = min(seconds, 1.02 * self._seconds.get(kind, seconds))
+            self._seconds[kind] = min(seconds, known if ended.has_hidden_end else 1.02 * known)
         self._began = now
         ended.finish()
 
@@ -178,9 +179,11 @@ class LoopWorker(JobQueue):
         """Rehearse the answer of a request that has the round to itself, once that should end soon; never later: what
         has ended would wait."""
         running = self._running
-        if running is None or running.is_rehearsed or len(running) > 1 or self._following is not None:
+        if running is None or running.is_rehearsed or len(running) > 1:
             return
-        if 0.5 * REHEARSAL < self._time_left() < REHEARSAL:
+        if self._following is not None or self._held is not None:  # which would wait
+            return
+        if 0.5 * REHEARSAL < self._time_left() < REHEARSAL and not running.is_done():
             running.rehearse()
 
     def _round(self, batch: list[Job], plan: RoundPlan) -> Round | None:

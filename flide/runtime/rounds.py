@@ -40,7 +40,7 @@ from flide.runtime.tree import MAX_DEPTH, TokenTree, TreeLayout
 logger = logging.getLogger("flide.engine")
 
 UNLIMITED = 1 << 30
-MOST_REHEARSED = 32  # questions: scores of ten levels, which take longest, half a millisecond
+MOST_REHEARSED, MOST_OPTIONS_REHEARSED = 32, 160  # questions, and options of all but one that has more
 NO_REUSE = Reuse()
 
 
@@ -150,8 +150,10 @@ class PreparedRequest:
     def rehearse(self, temperatures: Mapping[str, float]) -> None:
         """Answer the first questions as if there were logits, and forget it: code and data that were not used for some
         milliseconds come from memory, better while the device works than when it is done."""
-        questions = dict(itertools.islice(self.request.questions.items(), MOST_REHEARSED))
-        is_option_QO = self.reads.is_option_QO[: len(questions)]
+        totals = itertools.accumulate(self.num_options[:MOST_REHEARSED])
+        count = max(1, sum(total <= MOST_OPTIONS_REHEARSED for total in totals))
+        questions = dict(itertools.islice(self.request.questions.items(), count))
+        is_option_QO = self.reads.is_option_QO[:count, : max(self.num_options[:count])]
         falling_O = -np.arange(is_option_QO.shape[1], dtype=np.float64)  # one option is the best, as mostly
         self._answers(questions, np.where(is_option_QO, falling_O, -np.inf), temperatures)
 

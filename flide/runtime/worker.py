@@ -210,13 +210,14 @@ class Round:
     Attributes:
         rows: it computes.
         is_rehearsed: whether :meth:`rehearse` was called.
+        has_hidden_end: it ended while that went on, nobody knows when.
     """
 
     def __init__(
         self, runner: RoundRunner, batch: list[Job], begin: Callable[[], PendingRound], *, rows: int = 0
     ) -> None:
         self._runner, self._batch, self.rows = runner, batch, rows
-        self.is_rehearsed = False
+        self.is_rehearsed = self.has_hidden_end = False
         self._outcome: PendingRound | BaseException
         try:
             self._outcome = begin()
@@ -239,8 +240,9 @@ class Round:
         try:
             for job in self._batch:
                 self._runner.rehearse(job.prepared)
-        except Exception:  # what is wrong with an answer is told where it is made
+        except BaseException:  # what is wrong with an answer is told where it is made
             logger.exception("an answer could not be rehearsed")
+        self.has_hidden_end = self.is_done()
 
     def finish(self) -> None:
         """Wait for the answers and deliver them."""

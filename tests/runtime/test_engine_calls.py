@@ -386,6 +386,27 @@ def test_a_rehearsal_goes_the_way_of_an_answer_and_changes_nothing(
             assert engine.submit(prepared).result(TIMEOUT) == before
 
 
+@pytest.mark.parametrize(
+    ("questions", "rehearsed"),
+    [
+        ({f"q{i}": Noul("x") for i in range(100)}, 32),
+        ({f"q{i}": Score("x", [str(k) for k in range(10)]) for i in range(32)}, 16),
+        ({f"q{i}": Choice("x", [str(k) for k in range(255)]) for i in range(3)}, 1),
+        ({"small": Noul("x"), "wide": Choice("x", [str(k) for k in range(255)])}, 1),
+    ],
+)
+def test_rehearsals_are_short(questions: dict[str, Any], rehearsed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longer than a round has left would hold its answer up."""
+    with tiny_engine(EngineConfig(device="cpu")) as engine:
+        prepared = engine.prepare(DecisionRequest("it", questions))
+        shapes: list[Any] = []
+        monkeypatch.setattr(
+            rounds_module, "answer_questions", lambda asked, weights_QO, counts: shapes.append(weights_QO.shape)
+        )
+        engine._runner.rehearse(prepared)
+        assert shapes == [(rehearsed, max(prepared.num_options[:rehearsed]))]
+
+
 # --- closing
 
 

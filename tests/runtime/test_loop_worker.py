@@ -294,21 +294,90 @@ async def test_nothing_is_rehearsed_when_the_answer_may_be_there(clock: Clock) -
     assert device.rehearsed == []
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_answer_that_cannot_be_rehearsed_is_given(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @on_a_clock
+    async def test(clock: Clock) -> None:
+        device = Device(seconds=0.05, clock=clock)
+        worker = worker_of(device)
+
+        def refuse(request: Any) -> None:
+            device.rehearsed.append(request.name)
+            raise error
+
+        device.rehearse = refuse  # type: ignore[method-assign]
+        for name in "abc":
+            (job,) = jobs_of(name)
+            worker.submit([job])
+            assert await answer(job) == f"answer to {name}"
+        assert device.rehearsed == ["b", "c"]
+
+    test(monkeypatch)
+
+
 @on_a_clock
-async def test_an_answer_that_cannot_be_rehearsed_is_given(clock: Clock) -> None:
+async def test_a_rehearsal_that_takes_too_long_does_not_make_rounds_seem_longer(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    took = 1.2 * REHEARSAL
+    device.rehearse = lambda request: clock.sleep(took)  # type: ignore[method-assign]
+    worker = worker_of(device)
+    for number in range(50):
+        (job,) = jobs_of(number)
+        worker.submit([job])
+        await answer(job)
+        assert clock.now - device.pending[-1].end < took - REHEARSAL + 1e-4, "each is rehearsed later than the last"
+
+
+@on_a_clock
+async def test_what_was_thought_to_last_longer_is_not_for_good(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    device.rehearse = lambda request: clock.sleep(0.7 * REHEARSAL)  # type: ignore[method-assign]
+    worker = worker_of(device)
+    for number in range(10):
+        (job,) = jobs_of(number)
+        worker.submit([job])
+        await answer(job)
+        if number == 0:  # such a rehearsal ends behind the round
+            worker._seconds = {kind: seconds + 0.5 * REHEARSAL for kind, seconds in worker._seconds.items()}
+    assert clock.now - device.pending[-1].end < 1e-4
+
+
+@on_a_clock
+async def test_what_could_not_begin_is_not_rehearsed(clock: Clock) -> None:
     device = Device(seconds=0.05, clock=clock)
     worker = worker_of(device)
+    (good,) = jobs_of("good")
+    worker.submit([good])
+    await answer(good)
 
-    def refuse(request: Any) -> None:
-        device.rehearsed.append(request.name)
+    def refuse(names: list[Any]) -> None:
+        clock.sleep(0.05 - 0.7 * REHEARSAL)  # when the answer of another one would be rehearsed
         raise ValueError("no")
 
-    device.rehearse = refuse  # type: ignore[method-assign]
-    for name in "abc":
-        (job,) = jobs_of(name)
-        worker.submit([job])
-        assert await answer(job) == f"answer to {name}"
-    assert device.rehearsed == ["b", "c"]
+    device.before = refuse
+    (bad,) = jobs_of("bad")
+    worker.submit([bad])
+    with pytest.raises(ValueError, match="no"):
+        await answer(bad)
+    assert device.rehearsed == []
+
+
+@on_a_clock
+async def test_nothing_is_rehearsed_while_a_round_is_held_for_the_end(clock: Clock) -> None:
+    device = Device(seconds=0.05, clock=clock)
+    worker = worker_of(device)
+    (first,) = jobs_of("first")
+    worker.submit([first])
+    await answer(first)
+    running, (large,) = jobs_of("running"), jobs_of("large", num_tokens=1000)
+    worker.submit(running)
+    worker.submit([large])
+    await answer(running[0])
+    await answer(large)
+    assert device.rounds == [["first"], ["running"], ["large"]]
+    assert device.rehearsed == []
 
 
 @on_a_loop
